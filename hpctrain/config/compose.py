@@ -1,0 +1,80 @@
+"""From Hydra's composed config to our typed one. Only the login node does this; a job reads the result."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig
+
+from hpctrain.config.load import to_config
+from hpctrain.config.schema import (
+    CheckpointConfig,
+    ClusterConfig,
+    Config,
+    DataConfig,
+    OptimConfig,
+    ParallelismConfig,
+    VisionConfig,
+)
+from hpctrain.errors import ConfigError
+
+SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,150}")
+
+
+def register_schemas() -> None:
+    """Tell Hydra the types; an option file of `model/` begins with `defaults: [_vision, _self_]`."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    store.store(group="model", name="_vision", node=VisionConfig)
+    groups: dict[str, type] = {
+        "parallelism": ParallelismConfig,
+        "cluster": ClusterConfig,
+        "data": DataConfig,
+        "optim": OptimConfig,
+        "checkpoint": CheckpointConfig,
+    }
+    for group, schema in groups.items():
+        store.store(group=group, name=f"_{group}", node=schema)
+
+
+def resolve_config(cfg: DictConfig, experiment: str | None) -> Config:
+    """The typed config of a run, with its name and absolute paths. Raises ConfigError."""
+    config = to_config(cfg)
+    if config.name is None:
+        config.name = experiment or config.model.kind
+    check_name(config.name)
+    config.run_root = str(Path(config.run_root).expanduser().resolve())
+    config.data.root = str(Path(config.data.root).expanduser().resolve())
+    return config
+
+
+def check_name(name: str) -> None:
+    """A run's name is a folder name and nothing else. Raises ConfigError."""
+    if not SAFE_NAME.fullmatch(name):
+        safe = re.sub(r"[^A-Za-z0-9._=+-]+", "_", name).strip("._")[:150] or "run"
+        raise ConfigError(
+            f"name={name!r} cannot be a folder",
+            "a name has letters, digits and . _ = + -, begins with a letter or digit, and is at most 151 long",
+            f"name={safe}",
+        )
+
+
+def sweep_labels(points: list[list[str]]) -> list[str]:
+    """A folder name for each point of a sweep, from the overrides in which the points differ.
+
+    The last part of a key is enough where no other swept key ends in the same word.
+    """
+    common = set.intersection(*(set(point) for point in points)) if len(points) > 1 else set()
+    swept = [[o.lstrip("+~").partition("=")[::2] for o in point if o not in common] for point in points]
+    keys = {key for point in swept for key, _ in point}
+    short = {key: key.rpartition(".")[2] for key in keys}
+    ends = list(short.values())
+    labels = []
+    for point in swept:
+        parts = [f"{short[k] if ends.count(short[k]) == 1 else k}={v}" for k, v in point]
+        labels.append(re.sub(r"[^A-Za-z0-9._=+-]+", "-", "_".join(parts) or "point").strip("-._"))
+    if len(set(labels)) != len(labels):
+        raise ConfigError("two points of the sweep would share a folder", f"{labels}", "sweep over simpler values")
+    return labels

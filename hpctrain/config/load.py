@@ -1,0 +1,68 @@
+"""Typed configs from YAML and back: `to_config` is the only way out of OmegaConf's containers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hpctrain.config.schema import Config, ModelConfig, VisionConfig
+from hpctrain.errors import ConfigError
+
+MODEL_CONFIGS: dict[str, type[ModelConfig]] = {"vision": VisionConfig}
+
+
+def conf_dir() -> Path:
+    """Directory of the shipped configs: inside an installed wheel, else beside the package in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed, checkout = package / "conf", package.parent / "conf"
+    return installed if installed.is_dir() else checkout
+
+
+def to_config(cfg: DictConfig) -> Config:
+    """The typed config behind a composed one, everything resolved. Raises ConfigError."""
+    try:
+        config = OmegaConf.to_object(cfg)
+    except OmegaConfBaseException as error:
+        raise explain(error) from error
+    assert isinstance(config, Config)
+    return config
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain dicts, lists and strings (enums by name)."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def save_config(config: Config, path: Path) -> None:
+    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+
+
+def load_config(path: Path, overrides: list[str] | None = None) -> Config:
+    """Read a frozen config.yaml, with `key=value` overrides on top. Raises ConfigError."""
+    if not path.exists():
+        raise ConfigError(f"no config at {path}", "a run folder holds config.yaml", "name the folder of a run")
+    try:
+        raw = OmegaConf.load(path)
+        kind = raw.model.kind
+        if kind not in MODEL_CONFIGS:
+            raise ConfigError(f"{path}: model.kind={kind}", f"known kinds: {', '.join(MODEL_CONFIGS)}")
+        base = OmegaConf.structured(Config(model=MODEL_CONFIGS[kind]()))
+        merged = OmegaConf.merge(base, raw, OmegaConf.from_dotlist(overrides or []))
+    except OmegaConfBaseException as error:
+        raise explain(error) from error
+    assert isinstance(merged, DictConfig)
+    return to_config(merged)
+
+
+def explain(error: OmegaConfBaseException) -> ConfigError:
+    """OmegaConf's complaint in our form."""
+    key = getattr(error, "full_key", None) or ""
+    first_line = str(error).strip().splitlines()[0]
+    if "Missing mandatory value" in first_line:
+        return ConfigError(f"{key} is not set", "it has no default", f"add {key}=VALUE")
+    return ConfigError(f"bad value or key {key}".rstrip(), first_line, "see hpctrain/config/schema.py for keys and types")
