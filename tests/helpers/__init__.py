@@ -1,0 +1,1 @@
+"""What the tests share: ranks in forked processes, the sandbox cluster, polling."""
