@@ -76,5 +76,7 @@ def sweep_labels(points: list[list[str]]) -> list[str]:
         parts = [f"{short[k] if ends.count(short[k]) == 1 else k}={v}" for k, v in point]
         labels.append(re.sub(r"[^A-Za-z0-9._=+-]+", "-", "_".join(parts) or "point").strip("-._"))
     if len(set(labels)) != len(labels):
-        raise ConfigError("two points of the sweep would share a folder", f"{labels}", "sweep over simpler values")
+        raise ConfigError(
+            "two points of the sweep would share a folder", f"{labels}", "sweep over simpler values"
+        )
     return labels

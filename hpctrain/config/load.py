@@ -45,7 +45,9 @@ def save_config(config: Config, path: Path) -> None:
 def load_config(path: Path, overrides: list[str] | None = None) -> Config:
     """Read a frozen config.yaml, with `key=value` overrides on top. Raises ConfigError."""
     if not path.exists():
-        raise ConfigError(f"no config at {path}", "a run folder holds config.yaml", "name the folder of a run")
+        raise ConfigError(
+            f"no config at {path}", "a run folder holds config.yaml", "name the folder of a run"
+        )
     try:
         raw = OmegaConf.load(path)
         kind = raw.model.kind
@@ -65,4 +67,6 @@ def explain(error: OmegaConfBaseException) -> ConfigError:
     first_line = str(error).strip().splitlines()[0]
     if "Missing mandatory value" in first_line:
         return ConfigError(f"{key} is not set", "it has no default", f"add {key}=VALUE")
-    return ConfigError(f"bad value or key {key}".rstrip(), first_line, "see hpctrain/config/schema.py for keys and types")
+    return ConfigError(
+        f"bad value or key {key}".rstrip(), first_line, "see hpctrain/config/schema.py for keys and types"
+    )

@@ -95,7 +95,9 @@ class ParallelismConfig:
     dp_replicate: int = -1  #: data-parallel replicas
     dp_shard: int = 1  #: ranks that share one replica's parameters (FSDP)
     tp: int = 1  #: ranks that share each matrix
-    microbatch_size: int | None = None  #: samples per data-parallel rank per forward; null takes the whole share
+    microbatch_size: int | None = (
+        None  #: samples per data-parallel rank per forward; null takes the whole share
+    )
     compile: bool = False  #: torch.compile the backbone
     bucket_mib: int = 25  #: size of a gradient bucket, MiB
 
@@ -114,7 +116,9 @@ class ClusterConfig:
     time_limit_min: int | None = None  #: walltime of one start; null leaves it to the partition
     signal_lead_s: int = 120  #: how long before the time limit Slurm warns the ranks
     gpu_request: GpuRequest = GpuRequest.none
-    gpu_type: str | None = None  #: the type's name at this site (rtx4090, nvidia_geforce_rtx_4090), null for none
+    gpu_type: str | None = (
+        None  #: the type's name at this site (rtx4090, nvidia_geforce_rtx_4090), null for none
+    )
     partition: str | None = None
     account: str | None = None
     qos: str | None = None

@@ -54,7 +54,10 @@ class UserConfigPath(SearchPathPlugin):
         search_path.append("hpctrain-user", f"file://{folder}")
         for path in sorted(folder.glob("*/*.yaml")):
             if (conf_dir() / path.relative_to(folder)).exists():
-                print(f"hpctrain: {path} is not used: a shipped option has that name; rename it", file=sys.stderr)
+                print(
+                    f"hpctrain: {path} is not used: a shipped option has that name; rename it",
+                    file=sys.stderr,
+                )
 
 
 def _config_dir_argument(argv: Sequence[str]) -> Path | None:

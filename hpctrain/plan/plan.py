@@ -1,0 +1,74 @@
+"""The frozen plan of a run: what the config means in ranks and samples."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hpctrain.config.schema import Config
+from hpctrain.errors import PlanError
+from hpctrain.plan.batch import BatchPlan, resolve_batch
+from hpctrain.plan.hardware import find_hardware
+from hpctrain.plan.layout import Layout, resolve_layout
+from hpctrain.plan.legality import range_findings, refusals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """Decided before submission, read by every rank, never changed."""
+
+    world_size: int
+    num_nodes: int
+    ranks_per_node: int
+    layout: Layout
+    batch: BatchPlan
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> RunPlan:
+        fields: dict[str, Any] = json.loads(text)
+        fields["layout"] = Layout(**fields["layout"])
+        fields["batch"] = BatchPlan(**fields["batch"])
+        return cls(**fields)
+
+    def lines(self) -> list[str]:
+        """The plan for a terminal."""
+        layout, batch = self.layout, self.batch
+        degrees = " × ".join(
+            f"{axis} {getattr(layout, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "tp")
+        )
+        filled = f" ({layout.filled} filled in)" if layout.filled else ""
+        return [
+            f"ranks   {self.num_nodes} nodes × {self.ranks_per_node} = {self.world_size}",
+            f"layout  {degrees}{filled}",
+            f"batch   {batch.global_batch_size} samples a step = {layout.dp} ranks × {batch.num_microbatches} × {batch.microbatch_size}",
+        ]
+
+
+def make_plan(config: Config) -> RunPlan:
+    """Check everything that can be checked without data; raise PlanError with all findings together."""
+    find_hardware(config.cluster.hardware)
+    findings = range_findings(config)
+    world_size = max(1, config.cluster.num_nodes) * max(1, config.cluster.ranks_per_node)
+    layout, layout_findings = resolve_layout(config.parallelism, world_size)
+    findings += layout_findings
+    batch = None
+    if layout:
+        findings += refusals(config, layout)
+        batch, batch_findings = resolve_batch(
+            config.optim.global_batch_size, config.parallelism.microbatch_size, layout.dp
+        )
+        findings += batch_findings
+    if findings or layout is None or batch is None:
+        listed = "\n".join(f"  - {finding}" for finding in findings)
+        raise PlanError(f"the plan refuses this run:\n{listed}")
+    return RunPlan(
+        world_size=world_size,
+        num_nodes=config.cluster.num_nodes,
+        ranks_per_node=config.cluster.ranks_per_node,
+        layout=layout,
+        batch=batch,
+    )

@@ -1,0 +1,1 @@
+"""The run directory as code: paths, ledger, causes, identity. Standard library only."""
