@@ -54,7 +54,7 @@ def build_backbone(config: VisionConfig) -> nn.Module:
         raise ConfigError(
             f"model.backbone={config.backbone} cannot be built for image_size={config.image_size}, "
             f"drop_path_rate={config.drop_path_rate}",
-            found=f"timm says: {error}",
+            found=f"timm says: {str(error) or repr(error)}",
             change="change that setting (a backbone without stochastic depth wants drop_path_rate=0)",
         ) from error
     return backbone
@@ -76,7 +76,7 @@ def probe_num_features(config: VisionConfig) -> int:
         except (ValueError, RuntimeError, AssertionError) as error:
             raise ConfigError(
                 f"model.backbone={config.backbone} cannot take images of {height}×{width} pixels",
-                found=str(error),
+                found=str(error) or repr(error),
                 change="set model.image_size=[height,width] to a size that it was made for",
             ) from error
     return int(feature_BF.shape[1])
