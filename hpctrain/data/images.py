@@ -1,0 +1,194 @@
+"""From JPEG bytes to uint8 pixels: decoding, random crop, resize, flip, brightness and contrast.
+
+Every random choice is a pure function of (seed, epoch, sample id), so a sample has the same pixels on
+any rank and in any worker. Pixels stay uint8; the device turns them into floats.
+
+    C channels (RGB)   H, W height and width, pixels
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torchvision.io  # noqa: F401  registers torch.ops.image
+from PIL import Image
+from torchvision.transforms.v2 import functional as F
+
+from hpctrain.data.order import Stream, random_bits
+
+Crop = tuple[int, int, int, int]  #: top, left, height, width, pixels
+
+_MODE_RGB = 3  # torchvision.io.ImageReadMode.RGB
+_CROP_TRIES = 10
+_MAX_ASPECT_CHANGE = 4 / 3  # as Inception's crop: Szegedy et al. 2015, §6
+
+
+class DamagedImageError(Exception):
+    """The bytes are no whole image. It stays inside the loader, which replaces the sample."""
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """How training images are changed; the fields are those of DataConfig."""
+
+    min_scale: float  #: smallest area share of the random crop, in (0, 1]; 1 takes the whole image
+    flip: bool  #: mirror half of the images
+    color_jitter: float  #: brightness and contrast factors come from 1 ± this, in [0, 1]
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """What the random bits of one sample decided."""
+
+    crop: Crop
+    flip: bool
+    brightness: float
+    contrast: float
+
+
+def load_image(
+    data: bytes,
+    image_size: tuple[int, int],
+    augmentation: Augmentation | None,
+    key: tuple[int, int, int],
+    scaled_decode: bool = False,
+) -> torch.Tensor:
+    """Decodes an image and brings it to `image_size`; without augmentation the whole image is resized.
+
+    Args:
+        image_size: Height and width of the result.
+        key: (seed, epoch, sample id): what the random choices are a function of.
+        scaled_decode: Let the JPEG decoder leave out detail (by 1/2, 1/4, 1/8, in the DCT domain) where
+            the crop is still at least as large as the result. Faster, and the pixels differ a little.
+
+    Returns:
+        uint8 tensor of shape [3, height, width].
+
+    Raises:
+        DamagedImageError: the bytes cannot be decoded.
+    """
+    if scaled_decode:
+        full, opened = _open_image(data)
+        choices = _choose(augmentation, full, key)
+        pixels_CHW = _decode_scaled(opened, choices.crop, image_size)
+        choices = _Choices(
+            _scale_crop(choices.crop, full, (pixels_CHW.shape[1], pixels_CHW.shape[2])),
+            choices.flip,
+            choices.brightness,
+            choices.contrast,
+        )
+    else:
+        pixels_CHW = decode(data)
+        choices = _choose(augmentation, (pixels_CHW.shape[1], pixels_CHW.shape[2]), key)
+    top, left, height, width = choices.crop
+    # Cropping a view first: only pixels that stay are resized.
+    cropped_CHW = pixels_CHW[:, top : top + height, left : left + width]
+    resized_CHW: torch.Tensor = F.resize(cropped_CHW, list(image_size), antialias=True)
+    if choices.flip:
+        resized_CHW = F.horizontal_flip(resized_CHW)
+    if choices.brightness != 1.0 or choices.contrast != 1.0:
+        resized_CHW = _adjust(resized_CHW, choices.brightness, choices.contrast)
+    return resized_CHW
+
+
+def decode(data: bytes) -> torch.Tensor:
+    """Decodes a JPEG into a uint8 tensor of shape [3, H, W] (a view of H×W×3 pixels).
+
+    Raises:
+        DamagedImageError: the bytes cannot be decoded.
+    """
+    if not data:
+        raise DamagedImageError("no bytes")
+    try:
+        # The operator itself: its wrapper torchvision.io.decode_jpeg warns of deprecation at each call.
+        pixels_CHW: torch.Tensor = torch.ops.image.decode_jpeg(
+            torch.frombuffer(bytearray(data), dtype=torch.uint8), _MODE_RGB, False
+        )
+    except RuntimeError as error:
+        # The reason follows the function, file and line of the C++ source.
+        raise DamagedImageError(str(error).splitlines()[0].rpartition(", ")[2]) from None
+    return pixels_CHW
+
+
+def random_crop(height: int, width: int, min_scale: float, uniforms: list[float]) -> Crop:
+    """Chooses a crop: an area share from [min_scale, 1], an aspect 3/4 … 4/3 times the image's own.
+
+    The aspect is relative to the image because evaluation resizes the whole image: both distort alike.
+    A draw that does not fit is repeated; when all tries fail, the whole image is taken.
+
+    Args:
+        uniforms: Numbers in [0, 1), two for each try and two for the place.
+    """
+    limit = math.log(_MAX_ASPECT_CHANGE)
+    for attempt in range(_CROP_TRIES):
+        u_area, u_aspect = uniforms[2 * attempt : 2 * attempt + 2]
+        share = min_scale + (1.0 - min_scale) * u_area
+        aspect = math.exp(limit * (2.0 * u_aspect - 1.0))
+        crop_height = max(1, round(height * math.sqrt(share / aspect)))
+        crop_width = max(1, round(width * math.sqrt(share * aspect)))
+        if crop_height <= height and crop_width <= width:
+            u_top, u_left = uniforms[-2:]
+            top = int(u_top * (height - crop_height + 1))
+            left = int(u_left * (width - crop_width + 1))
+            return top, left, crop_height, crop_width
+    return 0, 0, height, width
+
+
+def _choose(augmentation: Augmentation | None, size: tuple[int, int], key: tuple[int, int, int]) -> _Choices:
+    height, width = size
+    if augmentation is None:
+        return _Choices((0, 0, height, width), False, 1.0, 1.0)
+    seed, epoch, sample_id = key
+    bits = random_bits(seed, epoch, Stream.augment, sample_id, 2 * _CROP_TRIES + 5)
+    uniforms = ((bits >> np.uint64(11)) * 2.0**-53).tolist()
+    u_flip, u_brightness, u_contrast, *u_crop = uniforms
+    strength = augmentation.color_jitter
+    return _Choices(
+        random_crop(height, width, augmentation.min_scale, u_crop),
+        augmentation.flip and u_flip < 0.5,
+        1.0 + strength * (2.0 * u_brightness - 1.0),
+        1.0 + strength * (2.0 * u_contrast - 1.0),
+    )
+
+
+def _adjust(pixels_CHW: torch.Tensor, brightness: float, contrast: float) -> torch.Tensor:
+    """Scales contrast around the image's mean and then brightness, with one rounding at the end."""
+    floats_CHW = pixels_CHW.to(torch.float32)
+    shift = brightness * (1.0 - contrast) * floats_CHW.mean().item()
+    return floats_CHW.mul_(brightness * contrast).add_(shift + 0.5).clamp_(0.0, 255.0).to(torch.uint8)
+
+
+def _open_image(data: bytes) -> tuple[tuple[int, int], Image.Image]:
+    try:
+        image = Image.open(io.BytesIO(data))
+    except (OSError, ValueError, SyntaxError) as error:
+        raise DamagedImageError(str(error)) from None
+    return (image.height, image.width), image
+
+
+def _decode_scaled(image: Image.Image, crop: Crop, image_size: tuple[int, int]) -> torch.Tensor:
+    """Decodes at the smallest of the scales 1, 1/2, 1/4, 1/8 that keeps the crop as large as the result."""
+    _, _, crop_height, crop_width = crop
+    scale = min(crop_height / image_size[0], crop_width / image_size[1])
+    # Pillow picks the largest reduction that leaves both sides at least this large.
+    image.draft("RGB", (math.ceil(image.width / max(scale, 1.0)), math.ceil(image.height / max(scale, 1.0))))
+    try:
+        pixels_HWC = np.array(image.convert("RGB"))
+    except (OSError, ValueError, SyntaxError) as error:
+        raise DamagedImageError(str(error)) from None
+    return torch.from_numpy(pixels_HWC).permute(2, 0, 1)
+
+
+def _scale_crop(crop: Crop, full: tuple[int, int], decoded: tuple[int, int]) -> Crop:
+    """Returns the crop in the coordinates of the decoded, smaller image."""
+    vertical, horizontal = decoded[0] / full[0], decoded[1] / full[1]
+    top, left, height, width = crop
+    new_height = min(decoded[0], max(1, round(height * vertical)))
+    new_width = min(decoded[1], max(1, round(width * horizontal)))
+    new_top = min(decoded[0] - new_height, round(top * vertical))
+    new_left = min(decoded[1] - new_width, round(left * horizontal))
+    return new_top, new_left, new_height, new_width
