@@ -1,10 +1,9 @@
-"""Waiting for something to become true, with a deadline; whether a process lives."""
+"""Waiting for something to become true, with a deadline."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -24,12 +23,3 @@ def wait_until(predicate: Callable[[], T], timeout_s: float, what: str, interval
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"{what}: not within {timeout_s:g} s (last value: {value!r})")
         time.sleep(interval_s)
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process exists and is more than a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"

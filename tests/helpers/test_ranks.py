@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.polling import is_running, wait_until
+from tests.helpers.polling import wait_until
+from tests.helpers.processes import is_running
 from tests.helpers.ranks import Exited, run_ranks
 
 
