@@ -190,7 +190,7 @@ def _read_keys(path: Path, metadata: Metadata, keys: Iterable[str]) -> dict[str,
         flat[key] = None
         if isinstance(stored, TensorStorageMetadata):
             flat[key] = torch.empty(stored.size, dtype=stored.properties.dtype)
-    _read(path, metadata, flat, _LoadPlanner(flatten_state_dict=False))
+    _read(path, metadata, flat, _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False))
     return unflatten_state_dict(flat, metadata.planner_data)
 
 
