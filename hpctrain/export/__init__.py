@@ -1,0 +1,52 @@
+"""`hpctrain export`: a run's model as files for plain timm, or its embeddings of images as Parquet."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hpctrain.run.directory import find_run
+
+
+def main(argv: Sequence[str]) -> int:
+    """Carry out `hpctrain export …`; return the exit code."""
+    parser = argparse.ArgumentParser(prog="hpctrain export", description="Take a trained model out of a run.")
+    verbs = parser.add_subparsers(dest="what", required=True)
+    model = verbs.add_parser("model", help="backbone and heads as safetensors, for plain timm")
+    embeddings = verbs.add_parser("embeddings", help="embeddings of images, as Parquet")
+    for each in (model, embeddings):
+        each.add_argument("run", help="folder of the run, or its name under runs/")
+        each.add_argument(
+            "--ema", action=argparse.BooleanOptionalAction, help="averaged weights (default: if any)"
+        )
+        each.add_argument("--json", action="store_true", help="print facts as JSON")
+    embeddings.add_argument("images", type=Path, help="folder of images, or a packed split")
+    model.add_argument("out", type=Path, help="folder to write")
+    embeddings.add_argument("out", type=Path, help="file to write")
+    args = parser.parse_args(argv)
+    run_dir = find_run(args.run).path
+    if args.what == "model":
+        from hpctrain.export.model import export_model
+
+        return _print(asdict(export_model(run_dir, args.out, args.ema)), args.json)
+    from hpctrain.export.embeddings import export_embeddings
+
+    return _print(asdict(export_embeddings(run_dir, args.images, args.out, args.ema)), args.json)
+
+
+def _print(facts: dict[str, Any], as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(facts, ensure_ascii=False))
+        return 0
+    weights = "averaged weights" if facts["uses_ema"] else "weights"
+    print(f"wrote {facts['out']}: {weights} of step {facts['step']}")
+    if "num_images" in facts:
+        print(f"{facts['num_images']} images; {len(facts['damaged'])} damaged ones left out")
+        for path, reason in facts["damaged"]:
+            print(f"  {path}: {reason}", file=sys.stderr)
+    return 0
