@@ -12,6 +12,7 @@ import io
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,34 +63,35 @@ def save(
     Raises:
         CheckpointError: on every rank, with each failed rank's reason.
     """
-    purpose = f"save step {step} of attempt {attempt}"
-    with Exchange(group, timeout_s, purpose) as ranks:
-        layout = {**layout, "world_size": ranks.world_size}
-
-        def begin() -> Path:
-            check_jsonable("facts", facts)
-            check_jsonable("layout", layout)
-            return store.begin(root, step, attempt)
-
-        writing = ranks.lead(begin)
+    with Exchange(group, timeout_s, f"save step {step} of attempt {attempt}") as ranks:
+        plan = Manifest(
+            step, attempt, {**layout, "world_size": ranks.world_size}, str(torch.__version__), {}, facts
+        )
+        writing = ranks.lead(lambda: _begin(root, plan))
+        visible_timeout_s = min(VISIBLE_TIMEOUT_S, timeout_s / 2)
         try:
             written = ranks.everyone(
-                lambda: _write_shards(
-                    writing, state, ranks.rank, group, min(VISIBLE_TIMEOUT_S, timeout_s / 2)
-                )
+                lambda: _write_shards(writing, state, ranks.rank, group, visible_timeout_s)
             )
-
-            def commit() -> Path:
-                files = {name: record for _, records in written for name, record in records.items()}
-                _require_files(written[0][0], files)
-                manifest = Manifest(step, attempt, layout, str(torch.__version__), files, facts)
-                return store.commit(writing, manifest)
-
-            return ranks.lead(commit)
+            return ranks.lead(lambda: _commit(writing, plan, written))
         except CheckpointError:
             if ranks.rank == 0:
                 _try_discard(writing)
             raise
+
+
+def _begin(root: Path, plan: Manifest) -> Path:
+    check_jsonable("facts", plan.facts)
+    check_jsonable("layout", plan.layout)
+    return store.begin(root, plan.step, plan.attempt)
+
+
+def _commit(
+    writing: Path, plan: Manifest, written: list[tuple[dict[str, int], dict[str, FileRecord]]]
+) -> Path:
+    files = {name: record for _, records in written for name, record in records.items()}
+    _require_files(written[0][0], files)
+    return store.commit(writing, replace(plan, files=files))
 
 
 def rank_key(rank: int) -> str:

@@ -168,6 +168,7 @@ def test_a_full_disk_fails_the_save_on_all_ranks_with_the_reason_and_training_go
         )
         dist.barrier()
         names = os.listdir(tmp_path)
+        dist.barrier()
         training = Training()
         training.save(tmp_path, step=2)  # the fault is over: the same step can be saved
         return raised, names, saved
