@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers.leaks import Surroundings
-from tests.helpers.sandbox import Sandbox, missing_programs
+from tests.helpers.sandbox import Sandbox
+from tests.helpers.sandbox_config import missing_programs
 
 # The pool of compile workers would outlive the test that starts it.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

@@ -45,10 +45,11 @@ def children(pid: int) -> set[int]:
     return {child for child in found if is_running(child)}
 
 
-def slurmstepds_above(pids: set[int]) -> set[int]:
-    """The slurmstepd that is the parent of each of these processes, where one is."""
-    parents = {_parent(pid) for pid in pids}
-    return {pid for pid in parents if "slurmstepd" in os.path.basename(_executable(pid))}
+def has_open(pid: int, path: Path) -> bool:
+    """Whether the process has the file open."""
+    with contextlib.suppress(OSError):
+        return str(path) in {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    return False
 
 
 def kill(pids: set[int]) -> set[int]:
@@ -85,12 +86,6 @@ def _stat(pid: int) -> list[str]:
 def _parent(pid: int) -> int:
     fields = _stat(pid)
     return int(fields[1]) if fields else 0
-
-
-def _executable(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return os.readlink(f"/proc/{pid}/exe")
-    return ""
 
 
 def _descendants(roots: Iterable[int]) -> set[int]:

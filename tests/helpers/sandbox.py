@@ -19,24 +19,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Self, TypeVar
 
 from tests.helpers.polling import wait_until
-from tests.helpers.processes import find_processes, free_ports, kill, slurmstepds_above, start_time
-from tests.helpers.sandbox_config import NUM_NODES, slurm_files
+from tests.helpers.processes import find_processes, free_ports, has_open, kill, start_time
+from tests.helpers.sandbox_config import NUM_NODES, PATH, missing_programs, slurm_files
 
 T = TypeVar("T")
-PROGRAMS = ["munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd", "sbatch", "sacctmgr"]
 MARK = "HPCTRAIN_SANDBOX"  #: variable of the daemons; it names the folder
 _OWNER = "owner"  # file: the process whose end is the sandbox's end; empty for a person's sandbox
 _PREFIX = f"hpctrain-sandbox-{os.getuid()}-"
-_PATH = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
-
-
-def missing_programs() -> list[str]:
-    """Programs of Slurm, munge and MariaDB that are not on this machine."""
-    return [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
 
 
 class Sandbox:
@@ -152,7 +146,7 @@ class Sandbox:
         with open(self.folder / f"log/{name}.out", "ab") as log:
             self.daemons[name] = subprocess.Popen(
                 argv,
-                env=self.env | {"PATH": _PATH, MARK: str(self.folder)},
+                env=self.env | {"PATH": PATH, MARK: str(self.folder)},
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -207,14 +201,15 @@ class Sandbox:
     def kill_node(self, node: int) -> None:
         """The power goes off at one node: its slurmd and all that ran there are killed."""
         on_node = {"SLURM_CONF": str(self.conf), "SLURMD_NODENAME": f"node{node}"}
-        slurmd = self.daemons[f"slurmd-node{node}"]
 
         def alive() -> set[int]:
-            tasks = find_processes(lambda variables: on_node.items() <= variables.items())
-            return kill(tasks | slurmstepds_above(tasks) | {slurmd.pid})
+            # The daemons first, so that none is left to report that a task has ended.
+            daemons = find_processes(lambda env: env.get(MARK) == str(self.folder))
+            writers = {pid for pid in daemons if has_open(pid, self.folder / f"log/slurmd-node{node}.log")}
+            return kill(writers) | kill(find_processes(lambda env: on_node.items() <= env.items()))
 
         wait_until(lambda: not alive(), 20, f"what ran on node{node} is gone")
-        slurmd.wait()
+        self.daemons[f"slurmd-node{node}"].wait()
 
     def start_node(self, node: int) -> None:
         """The power comes back: the node's slurmd starts and registers."""
@@ -226,7 +221,7 @@ class Sandbox:
 
     def run(self, *argv: str, check: bool = True, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         """Runs a command against this cluster. A failure (with `check`) says what was printed."""
-        env = self.env | {"PATH": _PATH}
+        env = self.env | {"PATH": PATH}
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=timeout_s)
         if check and done.returncode:
             raise RuntimeError(f"{' '.join(argv)} exited with {done.returncode}:\n{done.stdout}{done.stderr}")
@@ -238,8 +233,11 @@ class Sandbox:
 
     def job_state(self, job_id: str) -> str:
         """State of a job (PENDING, RUNNING, …) for the controller; "" when it has forgotten the job."""
+        return self._job_field(job_id, "JobState")
+
+    def _job_field(self, job_id: str, name: str) -> str:
         text = self.run("scontrol", "show", "job", "-o", job_id, check=False).stdout
-        return text.partition("JobState=")[2].partition(" ")[0]
+        return text.partition(f" {name}=")[2].partition(" ")[0]
 
     def wait_for(self, predicate: Callable[[], T], timeout_s: float = 60, what: str = "") -> T:
         """`wait_until`, with the queue in the message of a failure."""
@@ -250,8 +248,20 @@ class Sandbox:
             raise
 
     def speed_up_requeue(self, job_id: str) -> None:
-        """Lets a requeued job start now; Slurm holds it back for as long as a credential lives."""
-        self.run("scontrol", "update", f"JobId={job_id}", "StartTime=now")
+        """Makes a requeued job due in 2 s and waits for that; Slurm would take a credential's lifetime.
+
+        In the second of its end it must not start: its new credential would count as revoked with the old.
+        """
+
+        def is_due() -> bool:
+            if (state := self.job_state(job_id)) != "PENDING":
+                return state != "COMPLETING"
+            due, now = datetime.fromisoformat(self._job_field(job_id, "EligibleTime")), datetime.now()
+            if due > now + timedelta(seconds=2):
+                self.run("scontrol", "update", f"JobId={job_id}", "StartTime=now+2")
+            return due <= now
+
+        self.wait_for(is_due, 30, f"job {job_id} is due")
 
     def cancel_all(self) -> None:
         """Ends every job at once, takes nodes back into service, and waits until all are idle."""

@@ -1,13 +1,18 @@
-"""The files a sandbox cluster is configured with."""
+"""What a sandbox cluster needs of the machine, and the files it is configured with."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
 from pathlib import Path
 
 NUM_NODES = 4
 CPUS_PER_NODE = 8
 GPUS_PER_NODE = 8
+
+PATH = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
+_PROGRAMS = ["munged", "mariadbd", "slurmdbd", "slurmctld", "slurmd", "sbatch", "sacctmgr"]
 
 _SLURM_CONF = """\
 ClusterName=sandbox
@@ -73,6 +78,11 @@ CREATE DATABASE slurm;
 CREATE USER slurm@127.0.0.1 IDENTIFIED BY '{password}';
 GRANT ALL ON slurm.* TO slurm@127.0.0.1;
 """
+
+
+def missing_programs() -> list[str]:
+    """Programs of Slurm, munge and MariaDB that are not on this machine."""
+    return [name for name in _PROGRAMS if shutil.which(name, path=PATH) is None]
 
 
 def slurm_files(
