@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hpctrain.config.complaints import explain
 from hpctrain.config.schema import Config, ModelConfig, VisionConfig
 from hpctrain.errors import ConfigError
 
@@ -28,7 +30,25 @@ def to_config(cfg: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise explain(error) from error
     assert isinstance(config, Config)
+    unknown = _unknown_keys(OmegaConf.to_container(cfg), config)
+    if unknown:
+        raise ConfigError(
+            f"no key {', '.join(unknown)}", "an added key (+key=…) that nothing reads", "drop it"
+        )
     return config
+
+
+def _unknown_keys(given: Any, config: Any, prefix: str = "") -> list[str]:
+    """Keys that were added to a config and that its dataclasses do not have."""
+    if not (isinstance(given, dict) and dataclasses.is_dataclass(config)):
+        return []
+    unknown = []
+    for key, value in given.items():
+        if hasattr(config, str(key)):
+            unknown += _unknown_keys(value, getattr(config, str(key)), f"{prefix}{key}.")
+        else:
+            unknown.append(f"{prefix}{key}")
+    return unknown
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -59,14 +79,3 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
         raise explain(error) from error
     assert isinstance(merged, DictConfig)
     return to_config(merged)
-
-
-def explain(error: OmegaConfBaseException) -> ConfigError:
-    """OmegaConf's complaint in our form."""
-    key = getattr(error, "full_key", None) or ""
-    first_line = str(error).strip().splitlines()[0]
-    if "Missing mandatory value" in first_line:
-        return ConfigError(f"{key} is not set", "it has no default", f"add {key}=VALUE")
-    return ConfigError(
-        f"bad value or key {key}".rstrip(), first_line, "see hpctrain/config/schema.py for keys and types"
-    )

@@ -1,0 +1,1 @@
+"""The training core: what every rank does. It knows no concrete model."""

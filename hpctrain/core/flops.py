@@ -1,0 +1,23 @@
+"""Model FLOPs of a training sample, counted on the real module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def count_training_flops(model: nn.Module, microbatch: Any) -> float:
+    """FLOPs of forward and backward per sample: 3 × forward, 2 per multiply-add.
+
+    The forward pass runs once on the given microbatch; matrix products and convolutions are counted.
+    """
+    training = model.training
+    model.eval()
+    try:
+        with FlopCounterMode(display=False) as counter:
+            model(microbatch)
+    finally:
+        model.train(training)
+    return 3.0 * float(counter.get_total_flops()) / len(microbatch.weight_B)

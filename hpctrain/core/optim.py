@@ -1,0 +1,71 @@
+"""Optimizer, learning rate, averaged weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpctrain.config.schema import OptimConfig, OptimizerKind
+
+
+def build_optimizer(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
+    """Fused AdamW or SGD over parameter groups."""
+    if optim.kind is OptimizerKind.adamw:
+        beta1, beta2 = optim.betas
+        return torch.optim.AdamW(groups, lr=optim.lr, betas=(beta1, beta2), fused=True)
+    return torch.optim.SGD(
+        groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.momentum > 0, fused=True
+    )
+
+
+def learning_rate(step: int, *, optim: OptimConfig, steps_per_epoch: int) -> float:
+    """Learning rate of the step with this index (from 0): linear warm-up to `lr`, then half a cosine.
+
+    A function of the step alone, so that it needs no state. SGDR's cosine without restarts
+    (Loshchilov & Hutter 2017, eq. 5).
+    """
+    total = optim.num_epochs * steps_per_epoch
+    warmup = min(round(optim.warmup_epochs * steps_per_epoch), total)
+    if step < warmup:
+        return optim.lr * (step + 1) / warmup
+    share = (step - warmup) / max(1, total - warmup)
+    low = optim.lr * optim.final_lr_ratio
+    return low + (optim.lr - low) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, share)))
+
+
+class Ema:
+    """Exponential moving average of the trained parameters, in fp32 beside them."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.average = {n: p.detach().clone() for n, p in self.parameters.items()}
+
+    def update(self) -> None:
+        """After an optimizer step: average += (1 - decay) · (parameter - average)."""
+        with torch.no_grad():
+            torch._foreach_lerp_(
+                list(self.average.values()), list(self.parameters.values()), 1.0 - self.decay
+            )
+
+    def swap(self) -> None:
+        """Exchange averages and parameters: once before an evaluation, once after it."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                kept = parameter.detach().clone()
+                parameter.copy_(self.average[name])
+                self.average[name].copy_(kept)
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
+    """Scale gradients to a global norm of at most `max_norm`; returns the norm before (a device scalar)."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    if max_norm is not None:
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        torch._foreach_mul_(gradients, scale)
+    return norm

@@ -1,0 +1,33 @@
+"""The training loop, and nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpctrain.run.causes import CauseKind
+
+if TYPE_CHECKING:
+    from hpctrain.core.training import Training
+
+
+def train(run: Training) -> CauseKind:
+    """Train to the end, or to an agreed stop; either way the state is saved when this returns.
+
+    Returns why it ended: `done`, or the reason all ranks agreed on. Raises PeerLostError, DataError,
+    CheckpointError, FloatingPointError (the loss is not finite), or what the model raises.
+    """
+    while True:
+        run.evaluate_if_due()
+        if run.finished:
+            run.save()
+            return CauseKind.done
+        reason = run.stop.agreed()
+        if reason is not None:
+            run.save()
+            return reason
+        host_batches, device_batches = next(run.feed)
+        scalars = run.step(device_batches, run.progress.step)
+        run.advance(host_batches, scalars)
+        run.stop.post()
+        run.watchdog.beat()
+        run.save_if_due()

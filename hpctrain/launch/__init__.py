@@ -1,0 +1,1 @@
+"""From the login node to a rank: submit, supervise, start ranks."""

@@ -1,0 +1,122 @@
+"""One rank: joins the others, trains, and leaves word why it ended. A door into torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from hpctrain.core.stop import PeerLostError, SignalFlag
+from hpctrain.run.causes import CauseKind, leave_cause
+from hpctrain.run.directory import RunDirectory
+
+JOIN_TIMEOUT_S = 300.0
+
+# What Gloo and NCCL say when a peer's process has ended.
+_PEER_WORDS = re.compile(
+    r"closed by peer|reset by peer|broken pipe|timed out|connection refused|remote process exited|went away"
+    r"|NCCL error|ncclRemoteError|recvBytes|sendBytes",
+    re.IGNORECASE,
+)
+
+
+def classify_error(error: BaseException) -> CauseKind:
+    """Whether an exception is this rank's own fault, its memory's, or a lost peer's."""
+    kinds = {base.__name__ for base in type(error).__mro__}
+    if kinds & {"OutOfMemoryError", "MemoryError"}:
+        return CauseKind.out_of_memory
+    if isinstance(error, PeerLostError) or "DistError" in kinds:
+        return CauseKind.peer_lost
+    if isinstance(error, RuntimeError | ConnectionError) or "CheckpointError" in kinds:
+        return CauseKind.peer_lost if _PEER_WORDS.search(str(error)) else CauseKind.crash
+    return CauseKind.crash
+
+
+class Rank:
+    """The life of a rank, as far as its cause file goes."""
+
+    def __init__(self, run: RunDirectory, attempt: str, rank: int) -> None:
+        self.run, self.attempt, self.rank = run, attempt, rank
+        self.training: object | None = None
+
+    def leave(self, kind: CauseKind, message: str, error: BaseException | None = None) -> None:
+        progress = getattr(self.training, "progress", None)
+        leave_cause(
+            self.run.causes,
+            self.attempt,
+            self.rank,
+            kind,
+            message=message,
+            step=progress.step if progress else None,
+            saved_step=progress.saved_step if progress else None,
+            error=error,
+        )
+
+    def work(self, flag: SignalFlag) -> CauseKind:
+        """Build the training and run it."""
+        import torch
+
+        from hpctrain.config.load import load_config
+        from hpctrain.core.mesh import build_mesh
+        from hpctrain.core.train import train
+        from hpctrain.core.training import Training
+        from hpctrain.launch.environment import rank_facts
+        from hpctrain.plan.plan import RunPlan
+
+        facts = rank_facts()
+        config = load_config(self.run.config)
+        plan = RunPlan.from_json(self.run.plan.read_text())
+        if facts.world_size != plan.world_size:
+            raise RuntimeError(f"{facts.world_size} ranks were started, the plan has {plan.world_size}")
+        torch.set_num_threads(config.cluster.cpus_per_rank)
+        if config.deterministic:
+            torch.use_deterministic_algorithms(True)
+        mesh = build_mesh(
+            facts.rank,
+            facts.local_rank,
+            facts.world_size,
+            config.cluster.device,
+            facts.master_addr,
+            facts.master_port,
+            JOIN_TIMEOUT_S,
+        )
+        training = Training(config, plan, self.run, self.attempt, mesh, flag, self.leave)
+        self.training = training
+        kind = train(training)
+        training.close()
+        torch.distributed.destroy_process_group()
+        return kind
+
+
+def main() -> int:
+    """`python -m hpctrain.launch.rank RUN ATTEMPT`, started by the supervisor."""
+    from hpctrain.launch.environment import rank_facts
+    from hpctrain.launch.network import interface_towards
+
+    flag = SignalFlag()
+    flag.install()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    facts = rank_facts()
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        interface = interface_towards(facts.master_addr)
+        if interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+    rank = Rank(RunDirectory(Path(sys.argv[1])), sys.argv[2], facts.rank)
+    try:
+        kind = rank.work(flag)
+    except BaseException as error:
+        traceback.print_exc()
+        kind = classify_error(error)
+        rank.leave(kind, f"{type(error).__name__}: {str(error).strip() or 'no message'}"[:2000], error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # a lost peer would block the orderly way out
+    rank.leave(kind, str(kind))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,305 @@
+"""From a typed config to a submitted job: check, freeze into the run directory, send through submitit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain import slurm
+from hpctrain.config.load import load_config, save_config, to_dict
+from hpctrain.config.schema import ClusterConfig, ClusterKind, Config
+from hpctrain.errors import ClusterError, ConfigError
+from hpctrain.launch.environment import allocation, scrubbed
+from hpctrain.launch.ranks import gpu_option
+from hpctrain.launch.snapshot import code_digest, current_code, freeze_code, package_root, source_facts
+from hpctrain.launch.supervise import supervise
+from hpctrain.plan.plan import RunPlan, make_plan
+from hpctrain.run.directory import RunDirectory, write_json
+from hpctrain.run.identity import differences, digest
+from hpctrain.run.ledger import Ledger
+
+# Options that the stop contract rests on; a user's value for them would break it.
+PROTECTED = {
+    "array", "chdir", "cpus-per-task", "error", "gpus-per-node", "gpus-per-task", "gres", "input", "no-requeue",
+    "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "requeue", "signal", "wrap",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """What became of a submission."""
+
+    run: RunDirectory
+    job: str | None  #: None when the run was already done, or ran here
+    message: str
+
+    def to_json(self) -> str:
+        return json.dumps({"run": str(self.run.path), "job": self.job, "message": self.message})
+
+    def text(self) -> str:
+        if self.job is None:
+            return f"run {self.run.name} {self.message} ({self.run.path})"
+        return (
+            f"job {self.job} submitted for run {self.run.name}\n"
+            f"  folder  {self.run.path}\n"
+            f"  follow  hpctrain status {self.run.path}   hpctrain logs -f {self.run.path}"
+        )
+
+
+def run_directory(config: Config) -> RunDirectory:
+    assert config.name is not None
+    return RunDirectory(Path(config.run_root) / config.name)
+
+
+def check_data(config: Config) -> None:
+    """Refuse a missing data folder before anything is queued, unless the run draws its own."""
+    root = Path(config.data.root)
+    if config.data.synthetic_identities == 0 and not (root / "train" / "meta.json").is_file():
+        what = "it does not exist" if not root.exists() else "it has no train/meta.json"
+        raise ConfigError(
+            f"data.root={root}",
+            what,
+            f"pack your images: hpctrain data images SOURCE {root}, or correct data.root",
+        )
+
+
+def check_identity(run: RunDirectory, config: Config) -> None:
+    """A folder belongs to one run: the same identity resumes it, another one is refused."""
+    if not run.config.exists():
+        return
+    different = differences(to_dict(load_config(run.config)), to_dict(config))
+    if different:
+        listed = "\n         ".join(different)
+        raise ConfigError(
+            f"run {run.name} exists with another identity",
+            listed,
+            f"name={run.name}-{digest(to_dict(config))}, or take the values of the first submission",
+        )
+
+
+def check_not_live(run: RunDirectory) -> None:
+    """One live job per folder."""
+    if run.is_locked():
+        raise ConfigError(f"run {run.name} is running", f"in {run.path}", f"hpctrain status {run.name}")
+    submitted = Ledger(run.ledger).last("submitted")
+    if submitted and submitted.get("job") and slurm.is_alive(submitted["job"]):
+        raise ConfigError(
+            f"run {run.name} has a live job",
+            f"job {submitted['job']}",
+            f"hpctrain status {run.name}, or hpctrain cancel {run.name}",
+        )
+
+
+def freeze(config: Config, plan: RunPlan, *, new_code: bool = True) -> RunDirectory:
+    """Write everything that the job will read. Raises ConfigError when the folder is not free for it."""
+    run = run_directory(config)
+    check_identity(run, config)
+    check_not_live(run)
+    run.create()
+    if new_code or not (run.code / "current").exists():
+        freeze_code(run.code)
+        write_json(run.source, source_facts(sys.argv))
+    save_config(config, run.config)
+    run.plan.write_text(plan.to_json())
+    return run
+
+
+def submit(config: Config, plan: RunPlan, *, new_code: bool = True) -> Submitted:
+    """Send the run; with `cluster.kind=local` carry it out here. Raises HpctrainError."""
+    check_data(config)
+    if run_directory(config).done.exists():
+        check_identity(run_directory(config), config)
+        return Submitted(run_directory(config), None, "is done already")
+    if config.cluster.kind is ClusterKind.local:
+        return run_here(config, plan, new_code=new_code)
+    check_options(config.cluster)
+    check_sbatch()
+    run = freeze(config, plan, new_code=new_code)
+    with clean_environment():
+        executor = make_executor(config, run.submitit, current_code(run.code))
+        try:
+            job = executor.submit(supervise, str(run.path))
+        except Exception as error:  # submitit raises its own and subprocess's errors
+            raise refused(error) from error
+    shutil.copyfile(run.submitit / f"{job.job_id}_submission.sh", run.submit_script)
+    Ledger(run.ledger).append("submitted", job=job.job_id)
+    return Submitted(run, job.job_id, "submitted")
+
+
+def run_here(config: Config, plan: RunPlan, *, new_code: bool = True) -> Submitted:
+    """Carry the run out on this machine, or in the allocation around us, in the foreground."""
+    run = freeze(config, plan, new_code=new_code)
+    if config.data.synthetic_identities:
+        from hpctrain.data.synthetic import make_faces
+
+        if not Path(config.data.root).exists():
+            print(
+                f"hpctrain: drawing {config.data.synthetic_identities} faces into {config.data.root}",
+                flush=True,
+            )
+            make_faces(Path(config.data.root), num_identities=config.data.synthetic_identities)
+    Ledger(run.ledger).append("submitted", job=None)
+    supervise(str(run.path))
+    return Submitted(run, None, "ended")
+
+
+def run_foreground(config: Config) -> Submitted:
+    """The verb `run`: here and now. Inside an allocation the ranks go over its nodes.
+
+    The first start of sbatch/train.sbatch comes through here; it notes the run directory under the job's
+    number, so that later starts read only what this one froze.
+    """
+    plan = make_plan(config)
+    check_data(config)
+    if config.cluster.kind is ClusterKind.local:
+        return run_here(config, plan)
+    check_options(config.cluster)
+    job = allocation().job
+    if job is None:
+        raise ConfigError(
+            f"run with cluster.kind={config.cluster.kind.name}",
+            "there is no Slurm allocation around this command",
+            "submit it, call sbatch sbatch/train.sbatch, or take cluster=local",
+        )
+    run = freeze(config, plan)
+    Ledger(run.ledger).append("submitted", job=job)
+    note = Path(os.environ.get("SLURM_SUBMIT_DIR", ".")) / ".hpctrain" / f"job_{job}"
+    note.parent.mkdir(exist_ok=True)
+    note.write_text(f"{run.path}\n")
+    code = str(current_code(run.code))
+    path = os.pathsep.join(filter(None, [code, os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    sys.stdout.flush()
+    os.execve(
+        sys.executable, [sys.executable, "-u", "-m", "hpctrain.launch.supervise", str(run.path)], environment
+    )
+
+
+def check_sbatch() -> None:
+    if shutil.which("sbatch") is None:
+        raise ClusterError(
+            "this run goes to Slurm",
+            "sbatch is not installed here",
+            "submit on a login node, or cluster=local",
+        )
+
+
+def setup_lines(cluster: ClusterConfig, code: Path) -> list[str]:
+    """Shell lines ahead of the supervisor: it must import the frozen code, wherever sbatch was called."""
+    return [
+        *cluster.setup,
+        f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        "export PYTHONSAFEPATH=1",
+    ]
+
+
+def make_executor(config: Config, folder: Path, code: Path) -> Any:
+    """submitit's Slurm executor with every option of this run."""
+    import submitit
+
+    cluster = config.cluster
+    # exec: the supervisor is the batch step's own process and outlives a scancel by KillWait.
+    python = f"exec {shlex.quote(cluster.python or sys.executable)}"
+    executor = submitit.SlurmExecutor(folder=folder, python=python)
+    named = (
+        "partition",
+        "account",
+        "qos",
+        "constraint",
+        "exclude",
+        "mail_user",
+        "mail_type",
+        "comment",
+        "nodelist",
+    )
+    parameters: dict[str, Any] = {name: getattr(cluster, name) for name in named if getattr(cluster, name)}
+    additional: dict[str, Any] = {"requeue": True, **cluster.extra_sbatch}
+    if cluster.reservation:
+        additional["reservation"] = cluster.reservation
+    for option in gpu_option(cluster):
+        key, _, value = option.removeprefix("--").partition("=")
+        additional[key.replace("-", "_")] = value
+    if cluster.mem_gib is not None:
+        parameters["mem"] = f"{cluster.mem_gib}G"
+    if cluster.exclusive:
+        parameters["exclusive"] = True
+    if cluster.array_parallelism is not None:
+        parameters["array_parallelism"] = cluster.array_parallelism
+    executor.update_parameters(
+        job_name=f"hpctrain-{config.name}",
+        time=cluster.time_limit_min,
+        wckey=None,
+        nodes=cluster.num_nodes,
+        ntasks_per_node=cluster.ranks_per_node,
+        cpus_per_task=cluster.cpus_per_rank,
+        signal_delay_s=cluster.signal_lead_s,
+        use_srun=False,
+        stderr_to_stdout=True,
+        setup=setup_lines(cluster, code),
+        additional_parameters=additional,
+        **parameters,
+    )
+    return executor
+
+
+def render(config: Config) -> str:
+    """The batch script that `submit` would send, byte for byte."""
+    make_plan(config)
+    check_options(config.cluster)
+    run = run_directory(config)
+    with clean_environment():
+        code = run.code / code_digest(package_root())
+        executor = make_executor(config, run.submitit, code)
+        return str(executor._make_submission_file_text(executor._submitit_command_str, "render"))
+
+
+def check_options(cluster: ClusterConfig) -> None:
+    """Values must stay values in the script, and the stop contract's options are ours. Raises ConfigError."""
+    texts = {f"cluster.{name}": value for name, value in vars(cluster).items() if isinstance(value, str)}
+    texts |= {f"cluster.extra_sbatch.{key}": str(value) for key, value in cluster.extra_sbatch.items()}
+    texts |= {f"cluster.extra_sbatch key {key!r}": key for key in cluster.extra_sbatch}
+    for key, text in texts.items():
+        if any(ord(character) < 32 or ord(character) == 127 for character in text):
+            raise ConfigError(f"{key}={text!r}", "it holds a line break or another control character")
+    for key in cluster.extra_sbatch:
+        if not key.replace("-", "").replace("_", "").isalnum():
+            raise ConfigError(
+                f"cluster.extra_sbatch: {key!r} is no sbatch option", "options are letters and dashes"
+            )
+        if key.replace("_", "-") in PROTECTED:
+            raise ConfigError(
+                f"cluster.extra_sbatch.{key} is not yours to set",
+                "hpctrain needs its own value to stop and requeue safely, or has a key for it in cluster",
+            )
+
+
+@contextmanager
+def clean_environment() -> Iterator[None]:
+    """Hide what an allocation around us has set: sbatch and the job would take it for their own."""
+    saved = dict(os.environ)
+    kept = scrubbed(saved)
+    for name in saved.keys() - kept.keys():
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(saved)
+
+
+def refused(error: Exception) -> ClusterError:
+    """sbatch's own words in our form."""
+    words = str(getattr(error, "stderr", None) or error).strip().splitlines()
+    said = [line for line in words if "sbatch: error" in line] or words[-1:]
+    text = "; ".join(line.replace("sbatch: error: ", "").strip() for line in said)
+    change = (
+        "see `sinfo` for partitions and `sacctmgr show assoc user=$USER` for accounts, then set cluster.*"
+    )
+    return ClusterError("Slurm refused the job", text, change)

@@ -1,0 +1,179 @@
+"""The supervisor: one process on the batch host, without torch. It starts the ranks, reads why they ended,
+and decides: done, relaunch, requeue, stop."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from hpctrain import slurm
+from hpctrain.config.load import load_config
+from hpctrain.config.schema import ClusterKind, Config
+from hpctrain.errors import ClusterError, RunError
+from hpctrain.launch.decide import Action, Decision, JobStatus, decide
+from hpctrain.launch.environment import Allocation, allocation
+from hpctrain.launch.ranks import LocalRanks, SlurmRanks
+from hpctrain.plan.plan import RunPlan
+from hpctrain.run.causes import AttemptCause, CauseKind, classify, read_causes
+from hpctrain.run.directory import RunDirectory, make_attempt
+from hpctrain.run.ledger import Ledger
+
+LEASE_S = 120.0  # how long a lock of a lost node may live on NFS
+
+
+class Supervisor:
+    """One start of a run: as many attempts as its budgets allow."""
+
+    def __init__(self, run: RunDirectory, config: Config, plan: RunPlan, where: Allocation) -> None:
+        self.run, self.config, self.plan, self.where = run, config, plan, where
+        self.ledger = Ledger(run.ledger)
+        self.signalled: int | None = None
+
+    def supervise(self) -> Decision:
+        """Run to an end. The caller holds the run's lock."""
+        self.close_open_attempts()
+        if self.run.done.exists():
+            return Decision(Action.done, "DONE was found: nothing to do")
+        if self.run.stop.exists():
+            return Decision(Action.stop, "STOP was found: remove it, or `hpctrain resume`")
+        while True:
+            attempt = self.new_attempt()
+            cause = self.run_attempt(attempt)
+            decision = decide(
+                cause, self.attempts_with(attempt, cause), self.config.budget, self.job_status()
+            )
+            self.ledger.append(
+                "end",
+                attempt=attempt,
+                cause=cause.kind,
+                message=cause.message,
+                rank=cause.rank,
+                last_step=self.last_step(attempt),
+                decision=decision.action,
+                reason=decision.reason,
+            )
+            print(f"hpctrain: attempt {attempt} ended: {cause.kind} {cause.message}", flush=True)
+            print(f"hpctrain: {decision.action}: {decision.reason}", flush=True)
+            if decision.action is not Action.relaunch:
+                return decision
+
+    def run_attempt(self, attempt: str) -> AttemptCause:
+        """Start the ranks, wait for their end, and say why they ended."""
+        ranks = SlurmRanks if self.where.is_slurm else LocalRanks
+        launched = ranks(self.run, self.config, self.plan, attempt)
+        self.ledger.append(
+            "start",
+            attempt=attempt,
+            job=self.where.job,
+            restart=self.where.restart,
+            nodes=launched.nodes,
+            num_ranks=self.plan.world_size,
+            code=launched.code.name,
+        )
+        launched.start()
+        while launched.poll() is None:
+            if self.signalled is not None:
+                launched.signal(signal.SIGTERM)
+            time.sleep(0.1)
+        cause = classify(read_causes(self.run.causes, attempt, self.plan.world_size), self.plan.world_size)
+        if cause.kind in (CauseKind.killed, CauseKind.peer_lost):
+            lost = launched.lost_nodes()
+            if lost:
+                return AttemptCause(CauseKind.node_failure, f"node {', '.join(lost)} was lost", cause.rank)
+        return cause
+
+    def job_status(self) -> JobStatus:
+        """How our own job stands now. Our own signal says less than Slurm, but it says no."""
+        if self.where.job is None:
+            return JobStatus.none
+        try:
+            job = slurm.job(self.where.job)
+        except ClusterError:
+            job = None  # the controller is away: nothing can be requeued now either
+        if job is None or "CANCELLED" in job.state:
+            return JobStatus.cancelled
+        if job.state != "RUNNING":
+            return JobStatus.leaving
+        return JobStatus.cancelled if self.signalled is not None else JobStatus.running
+
+    def new_attempt(self) -> str:
+        """A name that no attempt of this run has had, though job numbers can come again."""
+        used = {attempt.name for attempt in self.ledger.attempts()}
+        job = self.where.job or "local"
+        number = 1
+        while make_attempt(job, self.where.restart, number) in used:
+            number += 1
+        return make_attempt(job, self.where.restart, number)
+
+    def attempts_with(self, attempt: str, cause: AttemptCause) -> list:  # type: ignore[type-arg]
+        """The history, with the end of the current attempt as it is about to be written."""
+        from dataclasses import replace
+
+        attempts = self.ledger.attempts()
+        return [replace(a, end={"cause": cause.kind}) if a.name == attempt else a for a in attempts]
+
+    def last_step(self, attempt: str) -> int | None:
+        causes = read_causes(self.run.causes, attempt, self.plan.world_size)
+        return max((c.step for c in causes.values() if c.step is not None), default=None)
+
+    def close_open_attempts(self) -> None:
+        """Write the end that an earlier start could not write: its node was lost, or it had no grace."""
+        for attempt in self.ledger.attempts():
+            if attempt.end is None:
+                self.ledger.append(
+                    "end",
+                    attempt=attempt.name,
+                    cause=CauseKind.lost,
+                    message="the start was cut off before it could say why",
+                    rank=None,
+                    last_step=self.last_step(attempt.name),
+                    decision=Action.leave,
+                    reason="closed by the next start",
+                )
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.signalled = number
+
+
+def supervise(run_path: str) -> int:
+    """Supervise the run in this folder; 0 when it is done or was asked to stop. Raises RunError if it failed.
+
+    This is what submitit sends, what train.sbatch runs and what `cluster=local` calls.
+    """
+    run = RunDirectory(Path(run_path))
+    config = load_config(run.config)
+    plan = RunPlan.from_json(run.plan.read_text())
+    where = allocation() if config.cluster.kind is ClusterKind.slurm else Allocation(None, 0, None)
+    supervisor = Supervisor(run, config, plan, where)
+    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+    previous = {number: signal.signal(number, supervisor.on_signal) for number in handled}
+    try:
+        with run.lock(wait_s=LEASE_S if where.restart else 0.0):
+            decision = supervisor.supervise()
+            if decision.action is Action.done:
+                run.done.touch()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if decision.action is Action.requeue:
+        assert where.job is not None
+        slurm.requeue(where.job)  # from here on Slurm kills this job
+    if decision.action is Action.fail:
+        raise RunError(
+            f"run {run.name} failed",
+            decision.reason,
+            f"hpctrain logs {run.name}; then hpctrain resume {run.name}",
+        )
+    print(f"hpctrain: {run.name}: {decision.action}: {decision.reason}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(supervise(sys.argv[1]))
+    except RunError as error:
+        print(f"hpctrain: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

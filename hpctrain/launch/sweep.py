@@ -1,0 +1,87 @@
+"""A sweep: one job array, one run directory per point, no waiting."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hpctrain.config.schema import ClusterKind, Config
+from hpctrain.errors import ConfigError
+from hpctrain.launch import submit
+from hpctrain.launch.snapshot import current_code
+from hpctrain.launch.supervise import supervise
+from hpctrain.plan.plan import make_plan
+from hpctrain.run.directory import RunDirectory, write_json
+from hpctrain.run.ledger import Ledger
+
+Point = tuple[str, list[str], Config]  # label, overrides, config
+
+
+def submit_sweep(points: list[Point]) -> str:
+    """Send every point that is not done as an element of one array; returns what to tell the user.
+
+    The sweep's folder is `<run_root>/<name>.sweep`, a point's folder is its label inside it, and
+    `sweep.json` lists them. All points are checked before any is sent. Raises HpctrainError.
+    """
+    first = points[0][2]
+    if first.cluster.kind is not ClusterKind.slurm:
+        raise ConfigError(
+            "a sweep goes to Slurm as one job array",
+            f"cluster.kind={first.cluster.kind.name}",
+            "choose a Slurm cluster, or start the points one by one",
+        )
+    if any(config.cluster != first.cluster for _, _, config in points):
+        raise ConfigError(
+            "the sweep varies cluster.*", "elements of one array share their resources", "sweep other keys"
+        )
+    submit.check_options(first.cluster)
+    submit.check_sbatch()
+    root = Path(first.run_root) / f"{first.name}.sweep"
+    todo: list[tuple[Point, RunDirectory]] = []
+    for point in points:
+        label, _, config = point
+        config.run_root, config.name = str(root), label
+        plan = make_plan(config)
+        submit.check_data(config)
+        run = submit.run_directory(config)
+        submit.check_identity(run, config)
+        submit.check_not_live(run)
+        if not run.done.exists():
+            todo.append((point, run))
+    if not todo:
+        return f"sweep {root.name}: all {len(points)} points are done ({root})"
+    for (_, _, config), _ in todo:
+        submit.freeze(config, plan)
+    jobs = _send(first, root, [run for _, run in todo])
+    for (_, run), job in zip(todo, jobs, strict=True):
+        Ledger(run.ledger).append("submitted", job=job)
+    _write_manifest(root, points, {run.name: job for (_, run), job in zip(todo, jobs, strict=True)})
+    array = jobs[0].partition("_")[0]
+    return (
+        f"job array {array}: {len(todo)} points of sweep {root.name}\n"
+        f"  folder  {root}\n  follow  hpctrain status {root}"
+    )
+
+
+def _send(first: Config, root: Path, runs: list[RunDirectory]) -> list[str]:
+    folder = root / "submitit"
+    folder.mkdir(parents=True, exist_ok=True)
+    with submit.clean_environment():
+        executor = submit.make_executor(first, folder, current_code(runs[0].code))
+        executor.update_parameters(job_name=f"hpctrain-{root.name}")
+        try:
+            jobs = executor.map_array(supervise, [str(run.path) for run in runs])
+        except Exception as error:  # submitit raises its own and subprocess's errors
+            raise submit.refused(error) from error
+    return [job.job_id for job in jobs]
+
+
+def _write_manifest(root: Path, points: list[Point], jobs: dict[str, str]) -> None:
+    """Merge these points into the sweep's manifest: a later sweep over more values keeps the earlier ones."""
+    path = root / "sweep.json"
+    known: dict[str, Any] = json.loads(path.read_text())["points"] if path.exists() else {}
+    for label, overrides, _ in points:
+        entry = known.setdefault(label, {"overrides": overrides})
+        entry["job"] = jobs.get(label, entry.get("job"))
+    write_json(path, {"points": known})

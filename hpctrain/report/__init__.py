@@ -1,0 +1,1 @@
+"""What a run is doing and has done, for people and for programs."""
