@@ -24,9 +24,8 @@ def apply_data_parallel(
     Buffers are not broadcast each step: rank 0's running statistics are the model's, and `sync_buffers`
     hands them to the others where they matter (evaluation, checkpoint).
     """
-    replica = DistributedDataParallel(
-        model, broadcast_buffers=False, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib
-    )
+    replica = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mib)
+    replica.broadcast_buffers = False  # the argument of that name is deprecated from torch 2.14 on
     if compression is GradientCompression.bf16:
         replica.register_comm_hook(None, bf16_compress_hook)
     return replica

@@ -35,11 +35,24 @@ def test_arcface_logit_never_rises_with_the_angle() -> None:
 
 
 def test_cosface_takes_the_margin_from_the_cosine_of_the_own_identity_alone() -> None:
+    torch.manual_seed(6)
     cos_BC = torch.rand(7, 5, dtype=torch.float64) * 2 - 1
     label_B = torch.tensor([0, 1, 2, 3, 4, 0, 1])
     logits_BC = make_margin_logits(cos_BC, label_B, Margin.cosface, 0.35, 64.0)
-    expected = 64.0 * (cos_BC - 0.35 * F.one_hot(label_B, 5))
+    expected = 64.0 * (cos_BC - 0.35 * F.one_hot(label_B, 5).double())
     torch.testing.assert_close(logits_BC, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_cosines_that_rounding_took_beyond_one_have_finite_logits_and_gradients(dtype: torch.dtype) -> None:
+    eps = torch.finfo(dtype).eps
+    cos_BC = torch.tensor(
+        [[1 + eps], [1.0], [1 - eps], [-1.0], [-1 - 2 * eps]], dtype=dtype, requires_grad=True
+    )
+    logits_BC = make_margin_logits(cos_BC, torch.zeros(5, dtype=torch.int64), Margin.arcface, 0.5, 64.0)
+    logits_BC.sum().backward()
+    assert cos_BC.grad is not None
+    assert logits_BC.isfinite().all() and cos_BC.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
