@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torchvision.io  # noqa: F401  registers torch.ops.image
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torchvision.transforms.v2 import functional as F
 
 from hpctrain.data.order import Stream, random_bits
@@ -23,6 +23,7 @@ from hpctrain.data.order import Stream, random_bits
 Crop = tuple[int, int, int, int]  #: top, left, height, width, pixels
 
 _MODE_RGB = 3  # torchvision.io.ImageReadMode.RGB
+_PILLOW_ERRORS = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 _CROP_TRIES = 10
 _MAX_ASPECT_CHANGE = 4 / 3  # as Inception's crop: Szegedy et al. 2015, §6
 
@@ -71,23 +72,18 @@ def load_image(
     Raises:
         DamagedImageError: the bytes cannot be decoded.
     """
+    resized_CHW: torch.Tensor
     if scaled_decode:
-        full, opened = _open_image(data)
-        choices = _choose(augmentation, full, key)
-        pixels_CHW = _decode_scaled(opened, choices.crop, image_size)
-        choices = _Choices(
-            _scale_crop(choices.crop, full, (pixels_CHW.shape[1], pixels_CHW.shape[2])),
-            choices.flip,
-            choices.brightness,
-            choices.contrast,
-        )
+        image = _open(data)
+        choices = _choose(augmentation, image.height, image.width, key)
+        resized_CHW = _decode_scaled(image, choices.crop, image_size)
     else:
         pixels_CHW = decode(data)
-        choices = _choose(augmentation, (pixels_CHW.shape[1], pixels_CHW.shape[2]), key)
-    top, left, height, width = choices.crop
-    # Cropping a view first: only pixels that stay are resized.
-    cropped_CHW = pixels_CHW[:, top : top + height, left : left + width]
-    resized_CHW: torch.Tensor = F.resize(cropped_CHW, list(image_size), antialias=True)
+        choices = _choose(augmentation, pixels_CHW.shape[1], pixels_CHW.shape[2], key)
+        top, left, height, width = choices.crop
+        # Cropping a view first: only pixels that stay are resized.
+        cropped_CHW = pixels_CHW[:, top : top + height, left : left + width]
+        resized_CHW = F.resize(cropped_CHW, list(image_size), antialias=True)
     if choices.flip:
         resized_CHW = F.horizontal_flip(resized_CHW)
     if choices.brightness != 1.0 or choices.contrast != 1.0:
@@ -124,7 +120,7 @@ def random_crop(height: int, width: int, min_scale: float, uniforms: list[float]
         uniforms: Numbers in [0, 1), two for each try and two for the place.
     """
     limit = math.log(_MAX_ASPECT_CHANGE)
-    for attempt in range(_CROP_TRIES):
+    for attempt in range(_CROP_TRIES if min_scale < 1.0 else 0):
         u_area, u_aspect = uniforms[2 * attempt : 2 * attempt + 2]
         share = min_scale + (1.0 - min_scale) * u_area
         aspect = math.exp(limit * (2.0 * u_aspect - 1.0))
@@ -138,8 +134,9 @@ def random_crop(height: int, width: int, min_scale: float, uniforms: list[float]
     return 0, 0, height, width
 
 
-def _choose(augmentation: Augmentation | None, size: tuple[int, int], key: tuple[int, int, int]) -> _Choices:
-    height, width = size
+def _choose(
+    augmentation: Augmentation | None, height: int, width: int, key: tuple[int, int, int]
+) -> _Choices:
     if augmentation is None:
         return _Choices((0, 0, height, width), False, 1.0, 1.0)
     seed, epoch, sample_id = key
@@ -162,33 +159,26 @@ def _adjust(pixels_CHW: torch.Tensor, brightness: float, contrast: float) -> tor
     return floats_CHW.mul_(brightness * contrast).add_(shift + 0.5).clamp_(0.0, 255.0).to(torch.uint8)
 
 
-def _open_image(data: bytes) -> tuple[tuple[int, int], Image.Image]:
+def _open(data: bytes) -> Image.Image:
     try:
-        image = Image.open(io.BytesIO(data))
-    except (OSError, ValueError, SyntaxError) as error:
+        return Image.open(io.BytesIO(data))
+    except UnidentifiedImageError:
+        raise DamagedImageError("not an image") from None  # Pillow's text names a buffer's address
+    except _PILLOW_ERRORS as error:
         raise DamagedImageError(str(error)) from None
-    return (image.height, image.width), image
 
 
 def _decode_scaled(image: Image.Image, crop: Crop, image_size: tuple[int, int]) -> torch.Tensor:
     """Decodes at the smallest of the scales 1, 1/2, 1/4, 1/8 that keeps the crop as large as the result."""
-    _, _, crop_height, crop_width = crop
-    scale = min(crop_height / image_size[0], crop_width / image_size[1])
-    # Pillow picks the largest reduction that leaves both sides at least this large.
-    image.draft("RGB", (math.ceil(image.width / max(scale, 1.0)), math.ceil(image.height / max(scale, 1.0))))
+    (height, width), (top, left, crop_height, crop_width) = image_size, crop
+    full_height, full_width = image.height, image.width
+    scale = max(1.0, min(crop_height / height, crop_width / width))
+    # Pillow takes the largest reduction that leaves both sides at least this large.
+    image.draft("RGB", (math.ceil(full_width / scale), math.ceil(full_height / scale)))
+    across, down = image.width / full_width, image.height / full_height
+    box = (left * across, top * down, (left + crop_width) * across, (top + crop_height) * down)
     try:
-        pixels_HWC = np.array(image.convert("RGB"))
-    except (OSError, ValueError, SyntaxError) as error:
+        resized = image.convert("RGB").resize((width, height), Image.Resampling.BILINEAR, box)
+    except _PILLOW_ERRORS as error:
         raise DamagedImageError(str(error)) from None
-    return torch.from_numpy(pixels_HWC).permute(2, 0, 1)
-
-
-def _scale_crop(crop: Crop, full: tuple[int, int], decoded: tuple[int, int]) -> Crop:
-    """Returns the crop in the coordinates of the decoded, smaller image."""
-    vertical, horizontal = decoded[0] / full[0], decoded[1] / full[1]
-    top, left, height, width = crop
-    new_height = min(decoded[0], max(1, round(height * vertical)))
-    new_width = min(decoded[1], max(1, round(width * horizontal)))
-    new_top = min(decoded[0] - new_height, round(top * vertical))
-    new_left = min(decoded[1] - new_width, round(left * horizontal))
-    return new_top, new_left, new_height, new_width
+    return torch.from_numpy(np.array(resized)).permute(2, 0, 1)
