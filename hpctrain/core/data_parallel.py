@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpctrain.config.schema import GradientCompression
 
 if TYPE_CHECKING:
+    from hpctrain.core.optim import Ema
     from hpctrain.core.step import LossFunction
 
 
@@ -52,7 +53,9 @@ def settle_buckets(replica: DistributedDataParallel, loss: LossFunction, microba
         torch.cuda.set_rng_state(cuda_rng)
 
 
-def sync_buffers(model: nn.Module) -> None:
-    """Give every rank rank 0's buffers. Collective."""
-    for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)
+def sync_buffers(model: nn.Module, ema: Ema | None) -> None:
+    """Give every rank rank 0's buffers, and the averages of them. Collective."""
+    buffers = dict(model.named_buffers())
+    averages = {} if ema is None else ema.average
+    for value in [*buffers.values(), *(averages[name] for name in buffers if name in averages)]:
+        dist.broadcast(value, src=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,7 +17,7 @@ def count_training_flops(model: nn.Module, microbatch: Any) -> float:
     training = model.training
     model.eval()
     try:
-        with FlopCounterMode(display=False) as counter:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
             model(microbatch)
     finally:
         model.train(training)

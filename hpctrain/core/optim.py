@@ -38,26 +38,30 @@ def learning_rate(step: int, *, optim: OptimConfig, steps_per_epoch: int) -> flo
 
 
 class Ema:
-    """Exponential moving average of the trained parameters, in fp32 beside them."""
+    """Exponential moving average of the trained parameters and of the floating-point buffers (running
+    statistics belong to the weights that made them), beside them in their own precision."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.average = {n: p.detach().clone() for n, p in self.parameters.items()}
+        kept = model.state_dict(keep_vars=True)  # without constants that no checkpoint holds
+        self.values = {
+            name: value
+            for name, value in kept.items()
+            if value.is_floating_point() and (value.requires_grad or not isinstance(value, nn.Parameter))
+        }
+        self.average = {name: value.detach().clone() for name, value in self.values.items()}
 
     def update(self) -> None:
-        """After an optimizer step: average += (1 - decay) · (parameter - average)."""
+        """After an optimizer step: average += (1 - decay) · (value - average)."""
         with torch.no_grad():
-            torch._foreach_lerp_(
-                list(self.average.values()), list(self.parameters.values()), 1.0 - self.decay
-            )
+            torch._foreach_lerp_(list(self.average.values()), list(self.values.values()), 1.0 - self.decay)
 
     def swap(self) -> None:
-        """Exchange averages and parameters: once before an evaluation, once after it."""
+        """Exchange averages and values: once before an evaluation, once after it."""
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                kept = parameter.detach().clone()
-                parameter.copy_(self.average[name])
+            for name, value in self.values.items():
+                kept = value.detach().clone()
+                value.copy_(self.average[name])
                 self.average[name].copy_(kept)
 
 

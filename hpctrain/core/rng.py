@@ -12,7 +12,7 @@ def seed_weights(seed: int) -> None:
 
 def seed_rank(seed: int, rank: int, step: int) -> None:
     """Before training: a stream of this rank's own, also after a resume on another number of ranks."""
-    torch.manual_seed((seed * 1_000_003 + step) * 65_537 + rank + 1)
+    torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + rank + 1) % 2**63)
 
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:

@@ -52,21 +52,21 @@ class TrainStep:
         return torch.stack(shares).sum() * self.world_size
 
     def __call__(self, microbatches: list[Any], step: int) -> dict[str, Tensor]:
-        """Do step number `step` (from 0); returns device scalars `loss` (this rank's share) and `grad_norm`."""
+        """Do step number `step` (from 0). Returns device scalars: `loss` (this rank's share), `grad_norm`."""
         rate = learning_rate(step, optim=self.optim, steps_per_epoch=self.steps_per_epoch)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=False)
-        total = torch.zeros((), device=self.device)
+        losses = []
         for index, microbatch in enumerate(microbatches):
             last = index == len(microbatches) - 1
             accumulates = isinstance(self.replica, DistributedDataParallel) and not last
             with self.replica.no_sync() if accumulates else nullcontext():  # type: ignore[operator]
                 loss = self.loss(self.replica, microbatch)
                 loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+            losses.append(loss.detach())
         norm = clip_gradients(self.parameters, self.optim.clip_norm)
         self.optimizer.step()
         if self.ema is not None:
             self.ema.update()
-        return {"loss": total / self.world_size, "grad_norm": norm}
+        return {"loss": torch.stack(losses).sum() / self.world_size, "grad_norm": norm}

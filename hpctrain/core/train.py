@@ -17,8 +17,8 @@ def train(run: Training) -> CauseKind:
     CheckpointError, FloatingPointError (the loss is not finite), or what the model raises.
     """
     while True:
-        run.evaluate_if_due()
-        if run.finished:
+        evaluated = run.evaluate_if_due()
+        if run.finished and evaluated:
             run.save()
             return CauseKind.done
         reason = run.stop.agreed()

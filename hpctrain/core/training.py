@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from hpctrain.core.optim import Ema, build_optimizer, learning_rate
 from hpctrain.core.state import Progress, make_state, restore_state
 from hpctrain.core.step import TrainStep
 from hpctrain.core.stop import AgreedStop, SignalFlag
+from hpctrain.core.sync_batchnorm import apply_sync_batchnorm
 from hpctrain.core.watchdog import Watchdog
 from hpctrain.data.loader import build_eval_loader, build_train_loader
 from hpctrain.data.order import samples_after
@@ -78,6 +80,8 @@ class Training:
         self.spec = resolve_spec(config.model.kind)
         rng.seed_weights(config.seed)
         self.model = self.spec.build(config.model, facts).to(mesh.device)
+        if isinstance(config.model, VisionConfig) and config.model.sync_batchnorm:
+            apply_sync_batchnorm(self.model)
         if mesh.rank == 0:
             write_json(
                 self.run.data_facts, {"num_identities": facts.num_identities, "behaviours": facts.behaviours}
@@ -100,7 +104,10 @@ class Training:
             timeout_s=self.config.checkpoint.timeout_s,
         )
         rng.seed_rank(self.config.seed, self.mesh.rank, loaded.step if loaded else 0)
-        if loaded is not None:
+        if loaded is None:
+            # To have something to load into, an empty step was made: Adam would count it as one.
+            self.optimizer.state.clear()
+        else:
             restore_state(state, loaded.per_rank, self.model, self.optimizer, self.mesh.device)
             self.progress = Progress.from_facts(loaded.step, loaded.facts)
         if self.mesh.rank == 0:
@@ -154,6 +161,7 @@ class Training:
     def _build_reporting(self) -> None:
         config, mesh = self.config, self.mesh
         self.reporter = None
+        self.grad_norm = torch.zeros((), device=mesh.device)
         self.deferred = Deferred(mesh.device)
         hardware = find_hardware(config.cluster.hardware)
         peak = hardware.bf16_tflops if config.optim.precision is Precision.bf16 else hardware.fp32_tflops
@@ -163,6 +171,7 @@ class Training:
         self.meter = Meter(
             flops_per_sample=flops, peak_flops=peak * 1e12 if peak else None, world_size=mesh.world_size
         )
+        self.meter.restart(self.feed.waited_s)
         if mesh.rank == 0:
             self.reporter = Reporter(
                 self.run.metrics, self.run.tensorboard, self.attempt, self.num_steps, self.progress.step
@@ -184,6 +193,7 @@ class Training:
     def advance(self, host_batches: list[Any], scalars: dict[str, torch.Tensor]) -> None:
         """Count the step and report it when due. Reading the numbers waits for nothing on a GPU."""
         step = self.progress.step
+        self.grad_norm = scalars["grad_norm"]
         global_batch_size = self.config.optim.global_batch_size
         consumed = samples_after(step + 1, self.train_shards.num_samples, global_batch_size)
         samples = consumed - self.progress.samples_consumed
@@ -206,31 +216,35 @@ class Training:
         for record in self.deferred.ready(wait=wait):
             assert self.reporter is not None
             self.reporter.train(record)
-            if not torch.isfinite(torch.tensor(record["loss"])):
+            if not math.isfinite(record["loss"]):
                 raise FloatingPointError(f"the loss is {record['loss']} at step {record['step']}")
 
-    def evaluate_if_due(self) -> None:
-        """Evaluate at the end of every `eval_every_epochs`-th epoch and of the run, once. Collective."""
+    def evaluate_if_due(self) -> bool:
+        """Evaluate at the end of every `eval_every_epochs`-th epoch and of the run, once. Collective.
+
+        False when an agreed stop cut it short: the next start does it.
+        """
         step, every = self.progress.step, self.config.eval_every_epochs
         epoch_ended = step > 0 and step % self.steps_per_epoch == 0
         due = self.finished or (every > 0 and epoch_ended and step // self.steps_per_epoch % every == 0)
         if not due or self.progress.evaluated_step == step:
-            return
+            return True
         folder = Path(self.config.data.root) / "val"
         if not (folder / "meta.json").exists():
-            return
+            return True
         with self.watchdog.paused():
             result = self._evaluate(folder)
         if result is None:
-            return  # a stop was agreed; the next start evaluates
+            return False
         self.progress.evaluated_step = step
         if self.reporter is not None:
             self._report(wait=True)
             self.reporter.evaluation({"step": step, "epoch": step // self.steps_per_epoch, **result})
         self.meter.restart(self.feed.waited_s)
+        return True
 
     def _evaluate(self, folder: Path) -> dict[str, float] | None:
-        sync_buffers(self.model)
+        sync_buffers(self.model, self.ema)
         batches = build_eval_loader(
             ShardSet(folder),
             image_size=self.image_size,
@@ -259,8 +273,13 @@ class Training:
         step = self.progress.step
         if self.progress.saved_step == step:
             return
+        # The norm is the same on all ranks, and a state that is lost must not replace one that is sound.
+        if not torch.isfinite(self.grad_norm):
+            raise FloatingPointError(
+                f"the gradient norm is {float(self.grad_norm)} at step {step}: not saved"
+            )
         with self.watchdog.paused():
-            sync_buffers(self.model)
+            sync_buffers(self.model, self.ema)
             samples_hash = self.progress.total_hash(self.mesh)
             facts = self.progress.to_facts(samples_hash)
             path = writer.save(
@@ -301,8 +320,8 @@ class Training:
         self._report(wait=True)
         if self.reporter is not None:
             self.reporter.close()
+        self.watchdog.close()  # everything is saved: workers may take their time to end
         self.feed.close()
-        self.watchdog.close()
 
 
 def data_facts(run: RunDirectory) -> dict[str, Any]:

@@ -16,10 +16,6 @@ def refusals(config: Config, layout: Layout) -> list[str]:
             )
     model, optim, on_cpu = config.model, config.optim, config.cluster.device is Device.cpu
     if isinstance(model, VisionConfig):
-        if model.sync_batchnorm and on_cpu:
-            found.append(
-                "model.sync_batchnorm=true: torch has SyncBatchNorm for GPUs only; leave it off on the CPU"
-            )
         if len(model.image_size) != 2 or min(model.image_size) < 1:
             found.append(f"model.image_size={model.image_size}: two positive numbers, height and width")
         if model.identity_weight <= 0 and model.behaviour_weight <= 0:
