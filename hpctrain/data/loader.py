@@ -260,10 +260,13 @@ def _iterate(loader: DataLoader[Batch | DataError]) -> Iterator[Batch]:
         batches = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    for batch in batches:
-        if isinstance(batch, DataError):
-            raise batch
-        yield batch
+    try:
+        for batch in batches:
+            if isinstance(batch, DataError):
+                raise batch
+            yield batch
+    finally:
+        del batches  # ends the workers, even while a traceback holds this frame
 
 
 def _start_worker(worker: int) -> None:
