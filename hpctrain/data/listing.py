@@ -97,8 +97,8 @@ def read_list(source: Path, list_file: Path) -> pa.Table:
 
 
 def parse_behaviours(joined: str) -> list[str]:
-    """Splits names joined by `|` or `;`."""
-    return [name.strip() for name in re.split(r"[|;]", joined) if name.strip()]
+    """Splits names joined by `|`."""
+    return [name.strip() for name in joined.split("|") if name.strip()]
 
 
 def identity_names(table: pa.Table) -> list[str]:
@@ -207,7 +207,8 @@ def _behaviour_strings(column: pa.ChunkedArray) -> pa.ChunkedArray:
     text = _strings(column)
     if pa.types.is_null(column.type):
         return text
-    return pc.if_else(pc.equal(pc.utf8_trim_whitespace(text), LABELLED_NONE), "", text)
+    joined = pc.replace_substring(text, ";", "|")
+    return pc.if_else(pc.equal(pc.utf8_trim_whitespace(text), LABELLED_NONE), "", joined)
 
 
 def _table(paths: pa.Array, identities: pa.Array, behaviours: pa.Array) -> pa.Table:

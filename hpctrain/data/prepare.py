@@ -284,5 +284,5 @@ def _digest(table: pa.Table) -> str:
     digest = hashlib.sha256()
     for name in table.column_names:
         for chunk in pc.fill_null(table[name], "\0").chunks:
-            digest.update("\n".join(chunk.to_pylist()).encode())
+            digest.update("".join(f"{value}\n" for value in chunk.to_pylist()).encode())
     return digest.hexdigest()
