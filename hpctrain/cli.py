@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.errors import ConfigError, HpctrainError
@@ -75,12 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+    except SystemExit as stop:  # argparse, ours and Hydra's
+        return stop.code if isinstance(stop.code, int) else 2
 
 
 def dispatch(arguments: list[str]) -> int:
     verb, rest = (arguments[0], arguments[1:]) if arguments[0] in VERBS else ("submit", arguments)
-    if verb == "submit" and arguments[0].isidentifier() and arguments[0] != "submit":
-        raise ConfigError(f"no verb {arguments[0]!r}", f"verbs: {', '.join(VERBS)}", "hpctrain --help")
+    if arguments[0] not in VERBS and re.fullmatch(r"\w[\w-]*", arguments[0]):
+        raise no_verb(arguments[0])
     if verb in CONFIG_VERBS:
         return with_config(verb, rest)
     if verb == "data":
@@ -97,16 +102,25 @@ def dispatch(arguments: list[str]) -> int:
     return verbs.main(verb, parsed)
 
 
+def no_verb(word: str) -> ConfigError:
+    from hpctrain.config.load import conf_dir
+
+    near = difflib.get_close_matches(word, VERBS, n=1)
+    change = f"hpctrain {near[0]}" if near else "hpctrain --help"
+    if (conf_dir() / "exp" / f"{word}.yaml").exists():
+        change = f"hpctrain +exp={word}"
+    return ConfigError(f"no verb {word!r}", f"verbs: {', '.join(VERBS)}", change)
+
+
 def resume(arguments: argparse.Namespace) -> int:
     """Send a run again from its own folder, with changes of shape if given."""
     from hpctrain.config.load import load_config
-    from hpctrain.launch.submit import submit
-    from hpctrain.plan.plan import make_plan
+    from hpctrain.launch.submit import checked_plan, submit
     from hpctrain.run.directory import find_run
 
     run = find_run(arguments.run)
     config = load_config(run.config, arguments.overrides)
-    plan = make_plan(config)
+    plan = checked_plan(config)
     run.stop.unlink(missing_ok=True)
     done = submit(config, plan, new_code=arguments.code == "now")
     print(done.to_json() if arguments.json else done.text())
@@ -125,93 +139,104 @@ def data(rest: list[str]) -> int:
 
 def with_config(verb: str, rest: list[str]) -> int:
     """Compose with Hydra, then act on the typed config."""
-    as_json = "--json" in rest
-    overrides = [f"+{o}" if o.startswith("exp=") else o for o in rest if o != "--json"]
-    if "-h" in overrides or "--help" in overrides:
+    if "-h" in rest or "--help" in rest:
         print(HELP, end="")
         return 0
-    return compose(overrides, lambda config: act(verb, config, as_json))
-
-
-def act(verb: str, config: Config, as_json: bool) -> int:
-    from hpctrain.launch import submit
-    from hpctrain.plan.plan import make_plan
-
-    if verb == "plan":
-        plan = make_plan(config)
-        submit.check_data(config)
-        print(plan.to_json() if as_json else "\n".join(plan.lines()))
-    elif verb == "render":
-        print(submit.render(config), end="")
-    elif verb == "run":
-        submit.run_foreground(config)
-    else:
-        plan = make_plan(config)
-        if not as_json:
-            print("\n".join(plan.lines()), flush=True)
-        done = submit.submit(config, plan)
-        print(done.to_json() if as_json else done.text())
+    as_json = "--json" in rest
+    overrides = [f"+{o}" if o.startswith("exp=") else o for o in rest if o != "--json"]
+    points = compose(overrides)
+    if any(point.is_swept for point in points):
+        return sweep(verb, points)
+    for point in points:  # none after --cfg, --info and the like, which have printed what was asked
+        act(verb, point.resolve(), as_json)
     return 0
 
 
-def sweep(points: list[tuple[list[str], DictConfig]]) -> None:
-    """Submit all points of a multirun as one job array (called by the launcher plug-in)."""
-    from hpctrain.config.compose import resolve_config, sweep_labels
+def act(verb: str, config: Config, as_json: bool) -> None:
+    from hpctrain.launch import submit
+
+    if verb == "render":
+        print(submit.render(config), end="")
+        return
+    if verb == "run":
+        submit.run_foreground(config)
+        return
+    plan = submit.checked_plan(config)
+    if verb == "plan":
+        print(plan.to_json() if as_json else "\n".join(plan.lines()))
+        return
+    if not as_json:
+        print("\n".join(plan.lines()), flush=True)
+    done = submit.submit(config, plan)
+    print(done.to_json() if as_json else done.text())
+
+
+def sweep(verb: str, points: list[Composed]) -> int:
+    """Submit all points of a multirun as one job array."""
+    from hpctrain.config.compose import sweep_labels
     from hpctrain.launch.sweep import submit_sweep
 
-    labels = sweep_labels([overrides for overrides, _ in points])
-    configs = []
-    for (overrides, cfg), label in zip(points, labels, strict=True):
-        experiment = cfg.hydra.runtime.choices.get("exp")
-        config = resolve_config(_without_hydra(cfg), experiment)
-        configs.append((label, overrides, config))
+    if verb != "submit":
+        raise ConfigError(f"{verb} of a sweep", f"{verb} takes one run", f"{verb} one point, without -m")
+    labels = sweep_labels([point.overrides for point in points])
+    configs = [(label, p.overrides, p.resolve()) for label, p in zip(labels, points, strict=True)]
     print(submit_sweep(configs))
+    return 0
 
 
-def _without_hydra(cfg: DictConfig) -> DictConfig:
-    from omegaconf import flag_override
+@dataclass(frozen=True)
+class Composed:
+    """What Hydra made of the command line: a run, or a point of a sweep."""
 
-    plain = cfg.copy()
-    with flag_override(plain, ["readonly", "struct"], False):
-        plain.pop("hydra")
-    return plain
+    cfg: DictConfig
+    experiment: str | None
+    overrides: list[str]
+    is_swept: bool
+
+    def resolve(self) -> Config:
+        from hpctrain.config.compose import resolve_config
+
+        return resolve_config(self.cfg, self.experiment)
 
 
-def compose(overrides: list[str], action: Callable[[Config], int]) -> int:
-    """Run Hydra on these overrides; its complaints come out as ConfigError."""
+def compose(overrides: list[str]) -> list[Composed]:
+    """Run Hydra on these overrides; its complaints come out as ConfigError.
+
+    Hydra only collects: what is done with the configs happens outside it, with errors and output as ours.
+    """
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
+    from hydra.types import RunMode
     from omegaconf.errors import OmegaConfBaseException
 
     from hpctrain.config.complaints import explain, explain_hydra
-    from hpctrain.config.compose import register_schemas, resolve_config
+    from hpctrain.config.compose import register_schemas
     from hpctrain.config.load import conf_dir
 
     register_schemas()
-    outcome: list[int] = []
+    points: list[Composed] = []
 
     @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
     def task(cfg: DictConfig) -> None:
-        experiment = HydraConfig.get().runtime.choices.get("exp")
-        outcome.append(action(resolve_config(cfg, experiment)))
+        facts = HydraConfig.get()
+        experiment = facts.runtime.choices.get("exp")
+        points.append(Composed(cfg, experiment, list(facts.overrides.task), facts.mode is RunMode.MULTIRUN))
 
     saved_argv, saved_full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = ["hpctrain", *overrides]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # or Hydra would print and exit by itself
     try:
         task()
-    except HpctrainError:
-        raise
-    except HydraException as error:
-        raise explain_hydra(error) from error
     except OmegaConfBaseException as error:
         raise explain(error) from error
+    except (HydraException, ValueError) as error:  # ValueError: a group set to null or to a list
+        raise explain_hydra(error) from error
     finally:
         sys.argv = saved_argv
         if saved_full_error is None:
             del os.environ["HYDRA_FULL_ERROR"]
-    return outcome[0] if outcome else 0
+    return points
 
 
 def parse_run_arguments(verb: str, rest: list[str]) -> argparse.Namespace:
@@ -225,4 +250,4 @@ def parse_run_arguments(verb: str, rest: list[str]) -> argparse.Namespace:
     if verb == "resume":
         parser.add_argument("--code", choices=["frozen", "now"], default="frozen")
         parser.add_argument("overrides", nargs="*", help="changes of shape: cluster.num_nodes=2 …")
-    return parser.parse_args(rest)
+    return parser.parse_intermixed_args(rest)

@@ -46,6 +46,7 @@ def resolve_config(cfg: DictConfig, experiment: str | None) -> Config:
         config.name = experiment or config.model.kind
     check_name(config.name)
     config.run_root = str(Path(config.run_root).expanduser().resolve())
+    check_root(config.run_root)
     config.data.root = str(Path(config.data.root).expanduser().resolve())
     return config
 
@@ -56,8 +57,18 @@ def check_name(name: str) -> None:
         safe = re.sub(r"[^A-Za-z0-9._=+-]+", "_", name).strip("._")[:150] or "run"
         raise ConfigError(
             f"name={name!r} cannot be a folder",
-            "a name has letters, digits and . _ = + -, begins with a letter or digit, and is at most 151 long",
+            "a name has letters, digits and . _ = + -, begins with a letter or digit, is at most 151 long",
             f"name={safe}",
+        )
+
+
+def check_root(run_root: str) -> None:
+    """The batch script names log files under `run_root`, where Slurm expands %. Raises ConfigError."""
+    if "%" in run_root or not run_root.isprintable():
+        raise ConfigError(
+            f"run_root={run_root!r}",
+            "a % or a control character in a path means something else to Slurm",
+            "run_root=FOLDER without them",
         )
 
 

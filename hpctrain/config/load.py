@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hpctrain.config.complaints import explain
+from hpctrain.config.complaints import explain, nearest
 from hpctrain.config.schema import Config, ModelConfig, VisionConfig
 from hpctrain.errors import ConfigError
 
@@ -32,9 +32,7 @@ def to_config(cfg: DictConfig) -> Config:
     assert isinstance(config, Config)
     unknown = _unknown_keys(OmegaConf.to_container(cfg), config)
     if unknown:
-        raise ConfigError(
-            f"no key {', '.join(unknown)}", "an added key (+key=…) that nothing reads", "drop it"
-        )
+        raise ConfigError(f"no key {', '.join(unknown)}", "nothing would read it", nearest(unknown[0]))
     return config
 
 
@@ -43,8 +41,9 @@ def _unknown_keys(given: Any, config: Any, prefix: str = "") -> list[str]:
     if not (isinstance(given, dict) and dataclasses.is_dataclass(config)):
         return []
     unknown = []
+    known = {field.name for field in dataclasses.fields(config)}
     for key, value in given.items():
-        if hasattr(config, str(key)):
+        if key in known:
             unknown += _unknown_keys(value, getattr(config, str(key)), f"{prefix}{key}.")
         else:
             unknown.append(f"{prefix}{key}")

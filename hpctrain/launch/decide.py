@@ -68,7 +68,8 @@ def _without_progress(attempts: list[Attempt]) -> int:
 def decide(cause: AttemptCause, attempts: list[Attempt], budget: BudgetConfig, status: JobStatus) -> Decision:
     """The next action. `attempts` is the whole history, the attempt that just ended last.
 
-    A scancel is never undone: with the job cancelled, or the supervisor itself signalled, nothing is requeued.
+    A scancel is never undone: with the job cancelled or the supervisor itself signalled, nothing is
+    requeued.
     """
     kind = cause.kind
     if kind is CauseKind.done:

@@ -16,7 +16,7 @@ from typing import Any
 from hpctrain import slurm
 from hpctrain.config.load import load_config, save_config, to_dict
 from hpctrain.config.schema import ClusterConfig, ClusterKind, Config
-from hpctrain.errors import ClusterError, ConfigError
+from hpctrain.errors import ClusterError, ConfigError, PlanError
 from hpctrain.launch.environment import allocation, scrubbed
 from hpctrain.launch.ranks import gpu_option
 from hpctrain.launch.snapshot import code_digest, current_code, freeze_code, package_root, source_facts
@@ -26,10 +26,12 @@ from hpctrain.run.directory import RunDirectory, write_json
 from hpctrain.run.identity import differences, digest
 from hpctrain.run.ledger import Ledger
 
-# Options that the stop contract rests on; a user's value for them would break it.
+# Options that have a key of their own, and those that the stop contract rests on.
 PROTECTED = {
-    "array", "chdir", "cpus-per-task", "error", "gpus-per-node", "gpus-per-task", "gres", "input", "no-requeue",
-    "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "requeue", "signal", "wrap",
+    "account", "array", "chdir", "comment", "constraint", "cpus-per-task", "error", "exclude", "exclusive",
+    "gpus-per-node", "gpus-per-task", "gres", "input", "job-name", "mail-type", "mail-user", "mem",
+    "no-requeue", "nodelist", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "partition", "qos", "requeue",
+    "reservation", "signal", "time", "wrap",
 }  # fmt: skip
 
 
@@ -69,6 +71,21 @@ def check_data(config: Config) -> None:
             what,
             f"pack your images: hpctrain data images SOURCE {root}, or correct data.root",
         )
+
+
+def checked_plan(config: Config) -> RunPlan:
+    """The plan, once everything that can be known ahead of queueing is known. Raises HpctrainError with all
+    findings together."""
+    try:
+        plan = make_plan(config)
+    except PlanError as refusal:
+        try:
+            check_data(config)
+        except ConfigError as missing:
+            raise PlanError(f"{refusal}\n  - {missing.asked}: {missing.found}; {missing.change}") from None
+        raise
+    check_data(config)
+    return plan
 
 
 def check_identity(run: RunDirectory, config: Config) -> None:
@@ -157,8 +174,7 @@ def run_foreground(config: Config) -> Submitted:
     The first start of sbatch/train.sbatch comes through here; it notes the run directory under the job's
     number, so that later starts read only what this one froze.
     """
-    plan = make_plan(config)
-    check_data(config)
+    plan = checked_plan(config)
     if config.cluster.kind is ClusterKind.local:
         return run_here(config, plan)
     check_options(config.cluster)
@@ -205,10 +221,17 @@ def make_executor(config: Config, folder: Path, code: Path) -> Any:
     """submitit's Slurm executor with every option of this run."""
     import submitit
 
+    class Executor(submitit.SlurmExecutor):
+        """Rendering a script needs no Slurm; sending one asks `check_sbatch`."""
+
+        @classmethod
+        def affinity(cls) -> int:
+            return 1
+
     cluster = config.cluster
     # exec: the supervisor is the batch step's own process and outlives a scancel by KillWait.
     python = f"exec {shlex.quote(cluster.python or sys.executable)}"
-    executor = submitit.SlurmExecutor(folder=folder, python=python)
+    executor = Executor(folder=folder, python=python)
     named = (
         "partition",
         "account",
@@ -252,6 +275,12 @@ def make_executor(config: Config, folder: Path, code: Path) -> Any:
 
 def render(config: Config) -> str:
     """The batch script that `submit` would send, byte for byte."""
+    if config.cluster.kind is ClusterKind.local:
+        raise ConfigError(
+            "render prints what goes to Slurm",
+            "cluster.kind=local sends nothing",
+            "choose a Slurm cluster: cluster=rtx4090",
+        )
     make_plan(config)
     check_options(config.cluster)
     run = run_directory(config)
@@ -274,10 +303,12 @@ def check_options(cluster: ClusterConfig) -> None:
             raise ConfigError(
                 f"cluster.extra_sbatch: {key!r} is no sbatch option", "options are letters and dashes"
             )
-        if key.replace("_", "-") in PROTECTED:
+        # sbatch takes any unambiguous beginning of an option for the option.
+        if any(option.startswith(key.replace("_", "-")) for option in PROTECTED):
             raise ConfigError(
-                f"cluster.extra_sbatch.{key} is not yours to set",
-                "hpctrain needs its own value to stop and requeue safely, or has a key for it in cluster",
+                f"cluster.extra_sbatch.{key} cannot be set here",
+                "hpctrain sets it itself, to stop and requeue safely or from a key of its own",
+                f"cluster.{key.replace('-', '_')} if there is one (hpctrain --cfg job), else leave it out",
             )
 
 

@@ -11,7 +11,7 @@ from hpctrain.errors import ConfigError
 from hpctrain.launch import submit
 from hpctrain.launch.snapshot import current_code
 from hpctrain.launch.supervise import supervise
-from hpctrain.plan.plan import make_plan
+from hpctrain.plan.plan import RunPlan
 from hpctrain.run.directory import RunDirectory, write_json
 from hpctrain.run.ledger import Ledger
 
@@ -38,25 +38,25 @@ def submit_sweep(points: list[Point]) -> str:
     submit.check_options(first.cluster)
     submit.check_sbatch()
     root = Path(first.run_root) / f"{first.name}.sweep"
-    todo: list[tuple[Point, RunDirectory]] = []
+    todo: list[tuple[Config, RunPlan, RunDirectory]] = []
     for point in points:
         label, _, config = point
         config.run_root, config.name = str(root), label
-        plan = make_plan(config)
-        submit.check_data(config)
+        plan = submit.checked_plan(config)
         run = submit.run_directory(config)
         submit.check_identity(run, config)
         submit.check_not_live(run)
         if not run.done.exists():
-            todo.append((point, run))
+            todo.append((config, plan, run))
     if not todo:
         return f"sweep {root.name}: all {len(points)} points are done ({root})"
-    for (_, _, config), _ in todo:
+    for config, plan, _ in todo:
         submit.freeze(config, plan)
-    jobs = _send(first, root, [run for _, run in todo])
-    for (_, run), job in zip(todo, jobs, strict=True):
+    runs = [run for _, _, run in todo]
+    jobs = _send(first, root, runs)
+    for run, job in zip(runs, jobs, strict=True):
         Ledger(run.ledger).append("submitted", job=job)
-    _write_manifest(root, points, {run.name: job for (_, run), job in zip(todo, jobs, strict=True)})
+    _write_manifest(root, points, {run.name: job for run, job in zip(runs, jobs, strict=True)})
     array = jobs[0].partition("_")[0]
     return (
         f"job array {array}: {len(todo)} points of sweep {root.name}\n"

@@ -23,13 +23,15 @@ def resolve_batch(
     if global_batch_size % dp:
         near = max(dp, round(global_batch_size / dp) * dp)
         return None, [
-            f"optim.global_batch_size={global_batch_size} does not divide by {dp} data-parallel ranks; nearest that does: {near}"
+            f"optim.global_batch_size={global_batch_size} does not divide by {dp} data-parallel ranks; "
+            f"the nearest that does is {near}"
         ]
     share = global_batch_size // dp
     size = share if microbatch_size is None else microbatch_size
     if size < 1 or share % size:
         return None, [
-            f"parallelism.microbatch_size={size} does not divide a rank's share of {share} samples (global batch {global_batch_size} / {dp} ranks)"
+            f"parallelism.microbatch_size={size} does not divide a rank's share of {share} samples "
+            f"(optim.global_batch_size {global_batch_size} / {dp} data-parallel ranks)"
         ]
     return BatchPlan(
         global_batch_size=global_batch_size, microbatch_size=size, num_microbatches=share // size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from hpctrain.config.schema import ParallelismConfig
@@ -36,31 +37,37 @@ class Layout:
         return position
 
 
-def resolve_layout(parallelism: ParallelismConfig, world_size: int) -> tuple[Layout | None, list[str]]:
+def resolve_layout(
+    parallelism: ParallelismConfig, num_nodes: int, ranks_per_node: int
+) -> tuple[Layout | None, list[str]]:
     """Fill in the one degree that is -1; or the findings that say why there is no layout."""
+    world_size = num_nodes * ranks_per_node
+    given = f"cluster.num_nodes {num_nodes} × cluster.ranks_per_node {ranks_per_node} = {world_size} ranks"
     degrees = {axis: getattr(parallelism, axis) for axis in AXES}
     wrong = [
-        f"parallelism.{a}={d}: a degree is at least 1, or -1 to be filled in"
-        for a, d in degrees.items()
-        if d < 1 and d != -1
+        f"parallelism.{axis}={degree}: a degree is at least 1, or -1 to be filled in"
+        for axis, degree in degrees.items()
+        if degree < 1 and degree != -1
     ]
     if wrong:
         return None, wrong
     open_axes = [axis for axis, degree in degrees.items() if degree == -1]
     if len(open_axes) > 1:
-        return None, [f"parallelism: {' and '.join(open_axes)} are both -1; only one degree can be filled in"]
-    product = 1
-    for degree in degrees.values():
-        product *= degree if degree > 0 else 1
-    if open_axes:
-        if world_size % product:
-            return None, [
-                f"{world_size} ranks cannot be divided by the other degrees ({product}); change one of them or cluster.num_nodes"
-            ]
-        degrees[open_axes[0]] = world_size // product
-    elif product != world_size:
-        text = " × ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+        listed = " and ".join(f"parallelism.{axis}" for axis in open_axes)
+        return None, [f"{listed} are -1; only one degree can be filled in"]
+    fixed = {axis: degree for axis, degree in degrees.items() if degree != -1}
+    needed = math.prod(fixed.values())
+    text = " × ".join(f"{axis} {degree}" for axis, degree in fixed.items())
+    if open_axes and world_size % needed:
         return None, [
-            f"{text} = {product} ranks, but the cluster gives {world_size} (nodes × ranks_per_node); make them equal or set dp_replicate=-1"
+            f"{given}, which parallelism's {text} = {needed} does not divide; "
+            "change a degree or the number of ranks"
         ]
+    if not open_axes and world_size != needed:
+        return None, [
+            f"parallelism needs {text} = {needed} ranks, but {given}; "
+            "make them equal, or set parallelism.dp_replicate=-1 to have it filled in"
+        ]
+    if open_axes:
+        degrees[open_axes[0]] = world_size // needed
     return Layout(**degrees, filled=open_axes[0] if open_axes else None), []

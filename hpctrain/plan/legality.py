@@ -2,38 +2,79 @@
 
 from __future__ import annotations
 
-from hpctrain.config.schema import Config, Device, GradientCompression, Precision, VisionConfig
+from hpctrain.config.schema import (
+    ClusterKind,
+    Config,
+    Device,
+    GpuRequest,
+    GradientCompression,
+    Precision,
+    VisionConfig,
+)
+from hpctrain.plan.hardware import CATALOGUE
 from hpctrain.plan.layout import Layout
 
 
-def refusals(config: Config, layout: Layout) -> list[str]:
-    """Every illegal combination of this config, as a sentence with its reason."""
-    found = []
-    for axis in ("pp", "dp_shard", "tp"):
-        if getattr(layout, axis) > 1:
-            found.append(
-                f"parallelism.{axis}={getattr(layout, axis)}: a {config.model.kind} model is trained with dp_replicate only"
-            )
-    model, optim, on_cpu = config.model, config.optim, config.cluster.device is Device.cpu
-    if isinstance(model, VisionConfig):
-        if len(model.image_size) != 2 or min(model.image_size) < 1:
-            found.append(f"model.image_size={model.image_size}: two positive numbers, height and width")
-        if model.identity_weight <= 0 and model.behaviour_weight <= 0:
-            found.append(
-                "model.identity_weight and model.behaviour_weight are both 0: nothing would be learnt"
-            )
-    if on_cpu and optim.precision is Precision.bf16:
+def layout_findings(config: Config, layout: Layout) -> list[str]:
+    """What this model and these choices cannot do in this layout."""
+    found = [
+        f"parallelism.{axis}={degree}: a {config.model.kind} model is trained with dp_replicate only"
+        for axis in ("pp", "dp_shard", "tp")
+        if (degree := getattr(layout, axis)) > 1
+    ]
+    if layout.dp == 1 and config.optim.gradient_compression is not GradientCompression.none:
         found.append(
-            "optim.precision=bf16 on the CPU: it would be slower than fp32 and prove nothing; use fp32"
+            f"optim.gradient_compression={config.optim.gradient_compression.name}: with one data-parallel rank "
+            "no gradient crosses the network; use none"
         )
-    if layout.dp == 1 and optim.gradient_compression is not GradientCompression.none:
-        found.append("optim.gradient_compression needs more than one data-parallel rank")
+    return found
+
+
+def combination_findings(config: Config) -> list[str]:
+    """Choices that exclude each other, whatever the layout."""
+    found = []
+    model, cluster = config.model, config.cluster
+    on_cpu = cluster.device is Device.cpu
+    if isinstance(model, VisionConfig):
+        found += _vision_findings(model)
+        if model.sync_batchnorm and on_cpu:
+            found.append(
+                "model.sync_batchnorm=true: torch has SyncBatchNorm for GPUs only; use false on the CPU"
+            )
+    if on_cpu and config.optim.precision is Precision.bf16:
+        found.append("optim.precision=bf16 on the CPU would be slower than fp32 and prove nothing; use fp32")
+    if cluster.hardware not in CATALOGUE:
+        found.append(f"cluster.hardware={cluster.hardware}: the catalogue has {', '.join(CATALOGUE)}")
+    if cluster.kind is ClusterKind.local and cluster.num_nodes != 1:
+        found.append(
+            f"cluster.num_nodes={cluster.num_nodes} with cluster.kind=local: this machine is one node; use 1"
+        )
+    asks_for_gpus = cluster.gpu_request is not GpuRequest.none or cluster.exclusive
+    if cluster.kind is ClusterKind.slurm and not on_cpu and not asks_for_gpus:
+        found.append(
+            "cluster.device=cuda with cluster.gpu_request=none: the GPUs would be other people's; "
+            "use gres or gpus_per_node, or cluster.exclusive=true where Slurm knows of no GPUs"
+        )
+    limit_min, lead_s = cluster.time_limit_min, cluster.signal_lead_s
+    if limit_min is not None and limit_min * 60 <= lead_s:
+        found.append(
+            f"cluster.signal_lead_s={lead_s} is not shorter than cluster.time_limit_min={limit_min}: "
+            "the run would be told to stop as it starts"
+        )
+    return found
+
+
+def _vision_findings(model: VisionConfig) -> list[str]:
+    found = []
+    if len(model.image_size) != 2 or min(model.image_size) < 1:
+        found.append(f"model.image_size={model.image_size}: two positive numbers, height and width")
+    if model.identity_weight <= 0 and model.behaviour_weight <= 0:
+        found.append("model.identity_weight and model.behaviour_weight are both 0: nothing would be learnt")
     return found
 
 
 def range_findings(config: Config) -> list[str]:
     """Single values that cannot be right."""
-    found = []
     positive = {
         "optim.num_epochs": config.optim.num_epochs,
         "optim.lr": config.optim.lr,
@@ -41,26 +82,37 @@ def range_findings(config: Config) -> list[str]:
         "cluster.ranks_per_node": config.cluster.ranks_per_node,
         "cluster.cpus_per_rank": config.cluster.cpus_per_rank,
         "checkpoint.keep_last": config.checkpoint.keep_last,
+        "checkpoint.timeout_s": config.checkpoint.timeout_s,
         "log_every_steps": config.log_every_steps,
+        "hang_timeout_s": config.hang_timeout_s,
         "data.block_samples": config.data.block_samples,
         "data.window_blocks": config.data.window_blocks,
+        "data.prefetch": config.data.prefetch,
         "parallelism.bucket_mib": config.parallelism.bucket_mib,
+        "budget.no_progress": config.budget.no_progress,
     }
-    found += [f"{key}={value}: must be positive" for key, value in positive.items() if value <= 0]
     not_negative = {
         "data.num_workers": config.data.num_workers,
+        "data.synthetic_identities": config.data.synthetic_identities,
         "checkpoint.every_steps": config.checkpoint.every_steps,
+        "checkpoint.keep_every_steps": config.checkpoint.keep_every_steps,
         "eval_every_epochs": config.eval_every_epochs,
         "optim.warmup_epochs": config.optim.warmup_epochs,
+        "optim.weight_decay": config.optim.weight_decay,
         "cluster.signal_lead_s": config.cluster.signal_lead_s,
     }
+    optional = {
+        "optim.clip_norm": config.optim.clip_norm,
+        "cluster.time_limit_min": config.cluster.time_limit_min,
+        "cluster.mem_gib": config.cluster.mem_gib,
+        "cluster.array_parallelism": config.cluster.array_parallelism,
+    }
+    positive |= {key: value for key, value in optional.items() if value is not None}
+    found = [f"{key}={value}: must be positive" for key, value in positive.items() if value <= 0]
     found += [f"{key}={value}: must not be negative" for key, value in not_negative.items() if value < 0]
-    limit = config.cluster.time_limit_min
-    if limit is not None and limit * 60 <= config.cluster.signal_lead_s:
-        found.append(
-            f"cluster.signal_lead_s={config.cluster.signal_lead_s} is not shorter than cluster.time_limit_min={limit}: the run would be told to stop as it starts"
-        )
     decay = config.optim.ema_decay
     if decay is not None and not 0 < decay < 1:
         found.append(f"optim.ema_decay={decay}: between 0 and 1")
+    if not 0 < config.data.random_crop_min_scale <= 1:
+        found.append(f"data.random_crop_min_scale={config.data.random_crop_min_scale}: above 0, at most 1")
     return found

@@ -9,9 +9,8 @@ from typing import Any
 from hpctrain.config.schema import Config
 from hpctrain.errors import PlanError
 from hpctrain.plan.batch import BatchPlan, resolve_batch
-from hpctrain.plan.hardware import find_hardware
 from hpctrain.plan.layout import Layout, resolve_layout
-from hpctrain.plan.legality import range_findings, refusals
+from hpctrain.plan.legality import combination_findings, layout_findings, range_findings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,33 +41,34 @@ class RunPlan:
         )
         filled = f" ({layout.filled} filled in)" if layout.filled else ""
         return [
-            f"ranks   {self.num_nodes} nodes × {self.ranks_per_node} = {self.world_size}",
+            f"ranks   {self.num_nodes} nodes × {self.ranks_per_node} ranks a node = {self.world_size}",
             f"layout  {degrees}{filled}",
-            f"batch   {batch.global_batch_size} samples a step = {layout.dp} ranks × {batch.num_microbatches} × {batch.microbatch_size}",
+            f"batch   {batch.global_batch_size} samples a step = {layout.dp} data-parallel ranks × "
+            f"{batch.num_microbatches} microbatches × {batch.microbatch_size}",
         ]
 
 
 def make_plan(config: Config) -> RunPlan:
     """Check everything that can be checked without data; raise PlanError with all findings together."""
-    find_hardware(config.cluster.hardware)
-    findings = range_findings(config)
-    world_size = max(1, config.cluster.num_nodes) * max(1, config.cluster.ranks_per_node)
-    layout, layout_findings = resolve_layout(config.parallelism, world_size)
-    findings += layout_findings
-    batch = None
+    cluster = config.cluster
+    findings = range_findings(config) + combination_findings(config)
+    layout = batch = None
+    if cluster.num_nodes > 0 and cluster.ranks_per_node > 0:
+        layout, found = resolve_layout(config.parallelism, cluster.num_nodes, cluster.ranks_per_node)
+        findings += found
     if layout:
-        findings += refusals(config, layout)
-        batch, batch_findings = resolve_batch(
+        findings += layout_findings(config, layout)
+        batch, found = resolve_batch(
             config.optim.global_batch_size, config.parallelism.microbatch_size, layout.dp
         )
-        findings += batch_findings
-    if findings or layout is None or batch is None:
-        listed = "\n".join(f"  - {finding}" for finding in findings)
-        raise PlanError(f"the plan refuses this run:\n{listed}")
+        findings += found
+    if findings:
+        raise PlanError("the plan refuses this run:" + "".join(f"\n  - {finding}" for finding in findings))
+    assert layout is not None and batch is not None
     return RunPlan(
-        world_size=world_size,
-        num_nodes=config.cluster.num_nodes,
-        ranks_per_node=config.cluster.ranks_per_node,
+        world_size=layout.world_size,
+        num_nodes=cluster.num_nodes,
+        ranks_per_node=cluster.ranks_per_node,
         layout=layout,
         batch=batch,
     )

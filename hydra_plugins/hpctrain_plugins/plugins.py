@@ -9,31 +9,30 @@ from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from hydra.types import HydraContext, RunMode, TaskFunction
+from omegaconf import DictConfig, flag_override
 
 from hpctrain.config.load import conf_dir
 
 
 class HpctrainLauncher(Launcher):
-    """Composes every point, hands all of them to `cli.sweep`, and does not wait for any."""
+    """Composes every point and hands it to the command line, which sends all of them at once."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.hydra_context = hydra_context
-        self.config = config
+        self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from hpctrain import cli
-
-        loader = self.hydra_context.config_loader
-        points = [
-            (list(overrides), loader.load_sweep_config(self.config, list(overrides)))
-            for overrides in job_overrides
-        ]
-        cli.sweep(points)
+        for overrides in job_overrides:
+            point = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
+            with flag_override(point, ["readonly", "struct"], False):
+                point.hydra.mode = RunMode.MULTIRUN
+                HydraConfig.instance().set_config(point)
+                point.pop("hydra")
+            self.task_function(point)
         return [
             JobReturn(overrides=list(overrides), status=JobStatus.COMPLETED, _return_value=None)
             for overrides in job_overrides
