@@ -30,8 +30,8 @@ from hpctrain.run.ledger import Ledger
 PROTECTED = {
     "account", "array", "chdir", "comment", "constraint", "cpus-per-task", "error", "exclude", "exclusive",
     "gpus-per-node", "gpus-per-task", "gres", "input", "job-name", "mail-type", "mail-user", "mem",
-    "no-requeue", "nodelist", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "partition", "qos", "requeue",
-    "reservation", "signal", "time", "wrap",
+    "no-requeue", "nodelist", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "partition",
+    "qos", "requeue", "reservation", "signal", "time", "wrap",
 }  # fmt: skip
 
 

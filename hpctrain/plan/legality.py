@@ -24,8 +24,8 @@ def layout_findings(config: Config, layout: Layout) -> list[str]:
     ]
     if layout.dp == 1 and config.optim.gradient_compression is not GradientCompression.none:
         found.append(
-            f"optim.gradient_compression={config.optim.gradient_compression.name}: with one data-parallel rank "
-            "no gradient crosses the network; use none"
+            f"optim.gradient_compression={config.optim.gradient_compression.name}: with one data-parallel "
+            "rank no gradient crosses the network; use none"
         )
     return found
 
@@ -37,10 +37,6 @@ def combination_findings(config: Config) -> list[str]:
     on_cpu = cluster.device is Device.cpu
     if isinstance(model, VisionConfig):
         found += _vision_findings(model)
-        if model.sync_batchnorm and on_cpu:
-            found.append(
-                "model.sync_batchnorm=true: torch has SyncBatchNorm for GPUs only; use false on the CPU"
-            )
     if on_cpu and config.optim.precision is Precision.bf16:
         found.append("optim.precision=bf16 on the CPU would be slower than fp32 and prove nothing; use fp32")
     if cluster.hardware not in CATALOGUE:

@@ -17,7 +17,8 @@ LIVE_STATES = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "
 
 @dataclass(frozen=True)
 class Status:
-    """One run. `state` is COMPLETED, FAILED, STOPPED, CANCELLED, NEW, INTERRUPTED, or Slurm's state while the job lives."""
+    """One run. `state` is COMPLETED, FAILED, STOPPED, CANCELLED, NEW or INTERRUPTED; while the job lives,
+    Slurm's own word."""
 
     run: str
     path: str
@@ -136,7 +137,8 @@ def text(status: Status) -> str:
         facts = "  ".join(f"{key} {value:.4f}" for key, value in shown.items())
         lines.append(f"  eval      {facts} (step {status.evaluation['step']})")
     for attempt in status.attempts[-8:]:
-        span = f"steps {attempt['restored_step'] or 0}–{attempt['last_step'] if attempt['last_step'] is not None else '…'}"
+        last = "…" if attempt["last_step"] is None else attempt["last_step"]
+        span = f"steps {attempt['restored_step'] or 0}–{last}"
         saved = f"saved {attempt['saved_step']}" if attempt["saved_step"] is not None else "nothing saved"
         ended = f"{attempt['cause']} → {attempt['decision']}" if attempt["cause"] else "going on"
         lines.append(f"  attempt   {attempt['attempt']}: {span}, {saved}; {ended}")

@@ -1,4 +1,4 @@
-"""What Hydra needs from us: a launcher that submits a sweep, and the user's own configs on the search path."""
+"""What Hydra needs from us: a launcher for sweeps, and the user's own configs on the search path."""
 
 from __future__ import annotations
 
