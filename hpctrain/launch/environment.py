@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 # Inherited from an allocation or a launcher around us, these would mislead sbatch, srun or the ranks.
 _FOREIGN = re.compile(
@@ -44,6 +45,11 @@ def allocation(environment: Mapping[str, str] = os.environ) -> Allocation:
         restart=int(environment.get("SLURM_RESTART_COUNT", 0)),
         nodelist=environment.get("SLURM_JOB_NODELIST"),
     )
+
+
+def submit_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where sbatch was called."""
+    return Path(environment.get("SLURM_SUBMIT_DIR", "."))
 
 
 @dataclass(frozen=True)

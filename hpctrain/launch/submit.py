@@ -17,7 +17,7 @@ from hpctrain import slurm
 from hpctrain.config.load import load_config, save_config, to_dict
 from hpctrain.config.schema import ClusterConfig, ClusterKind, Config
 from hpctrain.errors import ClusterError, ConfigError, PlanError
-from hpctrain.launch.environment import allocation, scrubbed
+from hpctrain.launch.environment import allocation, scrubbed, submit_folder
 from hpctrain.launch.ranks import gpu_option
 from hpctrain.launch.snapshot import code_digest, current_code, freeze_code, package_root, source_facts
 from hpctrain.launch.supervise import supervise
@@ -187,7 +187,7 @@ def run_foreground(config: Config) -> Submitted:
         )
     run = freeze(config, plan)
     Ledger(run.ledger).append("submitted", job=job)
-    note = Path(os.environ.get("SLURM_SUBMIT_DIR", ".")) / ".hpctrain" / f"job_{job}"
+    note = submit_folder() / ".hpctrain" / f"job_{job}"
     note.parent.mkdir(exist_ok=True)
     note.write_text(f"{run.path}\n")
     code = str(current_code(run.code))
