@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from hpctrain.core.stop import PeerLostError, SignalFlag
 from hpctrain.run.causes import CauseKind, leave_cause
@@ -55,7 +56,7 @@ class Rank:
             error=error,
         )
 
-    def work(self, flag: SignalFlag) -> CauseKind:
+    def work(self, flag: SignalFlag) -> None:
         """Build the training and run it."""
         import torch
 
@@ -87,11 +88,11 @@ class Rank:
         self.training = training
         kind = train(training)
         training.close()
+        self.leave(kind, str(kind))
         torch.distributed.destroy_process_group()
-        return kind
 
 
-def main() -> int:
+def main() -> NoReturn:
     """`python -m hpctrain.launch.rank RUN ATTEMPT`, started by the supervisor."""
     from hpctrain.launch.environment import rank_facts
     from hpctrain.launch.network import interface_towards
@@ -106,17 +107,17 @@ def main() -> int:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     rank = Rank(RunDirectory(Path(sys.argv[1])), sys.argv[2], facts.rank)
     try:
-        kind = rank.work(flag)
+        rank.work(flag)
+        code = 0
     except BaseException as error:
         traceback.print_exc()
         kind = classify_error(error)
         rank.leave(kind, f"{type(error).__name__}: {str(error).strip() or 'no message'}"[:2000], error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # a lost peer would block the orderly way out
-    rank.leave(kind, str(kind))
-    return 0
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a lost peer would block the orderly way out, and grace is short
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

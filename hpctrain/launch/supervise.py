@@ -17,7 +17,7 @@ from hpctrain.launch.decide import Action, Decision, JobStatus, decide
 from hpctrain.launch.environment import Allocation, allocation
 from hpctrain.launch.ranks import LocalRanks, SlurmRanks
 from hpctrain.plan.plan import RunPlan
-from hpctrain.run.causes import AttemptCause, CauseKind, classify, read_causes
+from hpctrain.run.causes import AttemptCause, CauseKind, RankCause, classify, read_causes
 from hpctrain.run.directory import RunDirectory, make_attempt
 from hpctrain.run.ledger import Ledger
 
@@ -77,8 +77,10 @@ class Supervisor:
         while launched.poll() is None:
             if self.signalled is not None:
                 launched.signal(signal.SIGTERM)
+                if len(self.causes(attempt)) == self.plan.world_size:
+                    break  # all have said why; srun may take longer to end than we have to live
             time.sleep(0.1)
-        cause = classify(read_causes(self.run.causes, attempt, self.plan.world_size), self.plan.world_size)
+        cause = classify(self.causes(attempt), self.plan.world_size)
         if cause.kind in (CauseKind.killed, CauseKind.peer_lost):
             lost = launched.lost_nodes()
             if lost:
@@ -116,8 +118,10 @@ class Supervisor:
         return [replace(a, end={"cause": cause.kind}) if a.name == attempt else a for a in attempts]
 
     def last_step(self, attempt: str) -> int | None:
-        causes = read_causes(self.run.causes, attempt, self.plan.world_size)
-        return max((c.step for c in causes.values() if c.step is not None), default=None)
+        return max((c.step for c in self.causes(attempt).values() if c.step is not None), default=None)
+
+    def causes(self, attempt: str) -> dict[int, RankCause]:
+        return read_causes(self.run.causes, attempt, self.plan.world_size)
 
     def close_open_attempts(self) -> None:
         """Write the end that an earlier start could not write: its node was lost, or it had no grace."""

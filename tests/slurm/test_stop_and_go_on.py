@@ -1,0 +1,224 @@
+"""The stop contract on the real cluster: preempted, timed out, cancelled, killed, stopped, finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from hpctrain.checkpoint import store
+from hpctrain.run.ledger import Ledger
+from tests.helpers.runs import Cluster, Run, assert_every_step_once, differing_tensors
+from tests.slurm.conftest import NUM_STEPS
+
+pytestmark = pytest.mark.slurm
+FORTY_STEPS = "optim.num_epochs=4"
+
+
+def rank_pids(run: Run) -> dict[int, int]:
+    """Process of each rank of the attempt that is running, found by its command line."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().split(b"\0")
+                environment = (entry / "environ").read_bytes().split(b"\0")
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if b"hpctrain.launch.rank" in command and str(run.directory.path).encode() in command:
+                is_srun = command[0].endswith(b"srun")
+                parents_command = Path(f"/proc/{parent}/cmdline").read_bytes()
+                is_worker = b"hpctrain.launch.rank" in parents_command and b"srun" not in parents_command
+                rank = [v for v in environment if v.startswith(b"SLURM_PROCID=")]
+                if rank and not is_srun and not is_worker:
+                    found[int(rank[0].partition(b"=")[2])] = int(entry.name)
+    return found
+
+
+def test_a_run_preempted_twice_equals_the_undisturbed_one_bit_for_bit(
+    cluster: Cluster, undisturbed: Run
+) -> None:
+    run = cluster.submit("preempted", FORTY_STEPS)
+    for step in (8, 20):
+        run.wait_for_step(step)
+        told = time.time()
+        urgent = cluster.preempt()
+        run.wait(lambda: run.state() == "PENDING", 60, "the preempted run waits again")
+        saved = Ledger(run.directory.ledger).last("saved")
+        assert saved is not None and saved["time"] - told < 20, f"not saved within the grace\n{run.story()}"
+        cluster.sandbox.wait_for(lambda: cluster.sandbox.job_state(urgent) == "COMPLETED", 60)  # noqa: B023
+        cluster.sandbox.speed_up_requeue(run.job)
+    assert run.wait_until_over() == "COMPLETED", run.story()
+    attempts = run.attempts()
+    assert [a.end["cause"] for a in attempts if a.end] == ["preemption", "preemption", "done"]
+    assert all(a.restored_step for a in attempts[1:])
+    assert_every_step_once(attempts, NUM_STEPS)
+    assert run.steps() == list(range(1, NUM_STEPS + 1))
+    assert run.samples_hash() == undisturbed.samples_hash()
+    assert differing_tensors(run.final(), undisturbed.final()) == []
+
+
+def test_the_time_limit_ends_a_start_and_not_the_run(cluster: Cluster, undisturbed: Run) -> None:
+    run = cluster.submit("limited", FORTY_STEPS, "cluster.time_limit_min=1", "cluster.signal_lead_s=30")
+    assert run.wait_until_over(240) == "COMPLETED", run.story()
+    causes = [a.end["cause"] for a in run.attempts() if a.end]
+    assert causes[-1] == "done" and set(causes[:-1]) == {"time_limit"}, run.story()
+    assert_every_step_once(run.attempts(), NUM_STEPS)
+    assert differing_tensors(run.final(), undisturbed.final()) == []
+
+
+@pytest.mark.parametrize("moment", ["step", "save"])
+def test_a_cancelled_run_saves_and_stays_cancelled_until_it_is_resumed(
+    cluster: Cluster, undisturbed: Run, moment: str
+) -> None:
+    every = "checkpoint.every_steps=1" if moment == "save" else "checkpoint.every_steps=0"
+    run = cluster.submit("cancelled", FORTY_STEPS, every)
+    run.wait_for_step(6)
+    if moment == "save":
+        run.wait(lambda: any(run.directory.checkpoints.glob(".writing*")), 60, "a save under way")
+    cluster.sandbox.run("scancel", run.job)
+    run.wait(lambda: run.state() == "CANCELLED", 30, "CANCELLED")
+    run.wait(lambda: not rank_pids(run) and not run.directory.is_locked(), 30, "all processes gone")
+    (attempt,) = run.attempts()
+    assert attempt.end is not None and attempt.end["decision"] == "stop", run.story()
+    assert attempt.saved_step and attempt.saved_step >= 6
+    sound = store.find(run.directory.checkpoints)
+    assert sound and not any(store.verify(checkpoint.path) for checkpoint in sound)
+    assert run.status()["state"] == "CANCELLED"
+    # Requeues start within 11 s on this cluster: one that had slipped through would show by now.
+    deadline = time.monotonic() + 15
+    while time.monotonic() < deadline:
+        assert run.state() == "CANCELLED"
+        time.sleep(0.5)
+    if moment == "step":
+        resumed = cluster.cli("resume", str(run.directory.path), "--json").stdout
+        run.job = json.loads(resumed.splitlines()[-1])["job"]
+        assert run.wait_until_over() == "COMPLETED", run.story()
+        assert_every_step_once(run.attempts(), NUM_STEPS)
+        assert differing_tensors(run.final(), undisturbed.final()) == []
+
+
+def test_a_cancelled_run_that_waits_in_the_queue_stays_cancelled(cluster: Cluster) -> None:
+    run = cluster.submit("queued", FORTY_STEPS, 'cluster.extra_sbatch={begin: "now+60"}')
+    assert run.state() == "PENDING"
+    said = cluster.cli("cancel", str(run.directory.path)).stdout
+    assert "cancelled" in said
+    assert run.state() == "CANCELLED"
+    assert run.status()["state"] == "CANCELLED"
+
+
+def test_ranks_that_outlive_a_killed_one_publish_nothing_and_the_run_goes_on_in_its_allocation(
+    cluster: Cluster, undisturbed: Run
+) -> None:
+    run = cluster.submit("killed", FORTY_STEPS, "checkpoint.every_steps=5")
+    run.wait_for_step(12)
+    os.kill(rank_pids(run)[3], signal.SIGKILL)
+    assert run.wait_until_over() == "COMPLETED", run.story()
+    first, second = run.attempts()
+    assert first.end is not None and first.end["cause"] == "killed" and first.end["rank"] == 3, run.story()
+    assert first.end["decision"] == "relaunch"
+    assert first.name.split("_")[:2] == second.name.split("_")[:2], "not in the same allocation"
+    assert first.saved_step is not None and first.saved_step % 5 == 0
+    assert second.restored_step == first.saved_step
+    assert differing_tensors(run.final(), undisturbed.final()) == []
+
+
+FAULT = """
+import sys
+if "hpctrain.launch.rank" in " ".join(sys.orig_argv):
+    from hpctrain.core import step
+    original = step.TrainStep.__call__
+    def failing(self, microbatches, number):
+        if number == 6:
+            raise ValueError("a bug that comes at step 6")
+        return original(self, microbatches, number)
+    step.TrainStep.__call__ = failing
+"""
+
+
+def test_a_run_that_crashes_at_the_same_step_ends_after_its_budget_and_says_why(cluster: Cluster) -> None:
+    (cluster.folder / "sitecustomize.py").write_text(FAULT)
+    run = cluster.submit(
+        "crashing",
+        FORTY_STEPS,
+        "budget.crash=1",
+        "checkpoint.every_steps=4",
+        f'cluster.setup=["export PYTHONPATH={cluster.folder}"]',
+        "cluster.num_nodes=1",
+    )
+    assert run.wait_until_over() == "FAILED", run.story()
+    assert run.state() == "FAILED"
+    assert [a.end["cause"] for a in run.attempts() if a.end] == ["crash", "crash"]
+    assert [a.restored_step for a in run.attempts()] == [0, 4]
+    status = run.status()
+    assert "a bug that comes at step 6" in status["cause"]
+    assert "budget.crash" in status["reason"]
+
+
+def test_touching_stop_saves_and_ends_the_run_and_done_makes_another_start_harmless(
+    cluster: Cluster, undisturbed: Run
+) -> None:
+    run = cluster.submit("stopped", FORTY_STEPS)
+    run.wait_for_step(4)
+    run.directory.stop.touch()
+    assert run.wait_until_over() == "STOPPED", run.story()
+    assert run.state() == "COMPLETED"
+    stopped_at = run.attempts()[-1].saved_step
+    assert stopped_at and stopped_at < NUM_STEPS
+    run.job = json.loads(cluster.cli("resume", str(run.directory.path), "--json").stdout.splitlines()[-1])[
+        "job"
+    ]
+    assert run.wait_until_over() == "COMPLETED", run.story()
+    assert differing_tensors(run.final(), undisturbed.final()) == []
+    events = len(run.attempts())
+    cluster.sandbox.run("scontrol", "requeue", run.job)
+    run.wait(lambda: run.state() != "COMPLETED", 30, "the spurious requeue")
+    assert run.wait_until_over() == "COMPLETED", run.story()
+    assert len(run.attempts()) == events, "a finished run was started again"
+
+
+def test_a_second_live_job_in_one_folder_is_refused(cluster: Cluster) -> None:
+    run = cluster.submit("once", FORTY_STEPS, 'cluster.extra_sbatch={begin: "now+60"}')
+    with pytest.raises(AssertionError, match="exited with 2") as refusal:
+        cluster.submit("once", FORTY_STEPS)
+    assert f"job {run.job}" in str(refusal.value)
+
+
+MUTATIONS = {
+    "restarts from step 0": """
+import sys
+if "hpctrain.launch.rank" in " ".join(sys.orig_argv):
+    from hpctrain.checkpoint import reader
+    reader.load = lambda *args, **kwargs: None
+""",
+    "repeats a batch": """
+import sys
+if "hpctrain.launch.rank" in " ".join(sys.orig_argv):
+    from hpctrain.core import training
+    original = training.build_train_loader
+    def one_behind(*args, **kwargs):
+        consumed = kwargs["samples_consumed"]
+        return original(*args, **{**kwargs, "samples_consumed": max(0, consumed - 32)})
+    training.build_train_loader = one_behind
+""",
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_comparison_notices_a_run_that(cluster: Cluster, undisturbed: Run, mutation: str) -> None:
+    (cluster.folder / "sitecustomize.py").write_text(MUTATIONS[mutation])
+    run = cluster.submit("mutant", FORTY_STEPS, f'cluster.setup=["export PYTHONPATH={cluster.folder}"]')
+    run.wait_for_step(5)
+    cluster.preempt()
+    run.wait(lambda: run.state() == "PENDING", 60, "the preempted run waits again")
+    cluster.sandbox.speed_up_requeue(run.job)
+    run.wait_until_over()
+    with pytest.raises(AssertionError):
+        assert_every_step_once(run.attempts(), NUM_STEPS)
+        assert run.samples_hash() == undisturbed.samples_hash()
+        assert differing_tensors(run.final(), undisturbed.final()) == []
