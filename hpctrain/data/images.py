@@ -72,23 +72,17 @@ def load_image(
     Raises:
         DamagedImageError: the bytes cannot be decoded.
     """
-    resized_CHW: torch.Tensor
     if scaled_decode:
         image = _open(data)
         choices = _choose(augmentation, image.height, image.width, key)
-        resized_CHW = _decode_scaled(image, choices.crop, image_size)
-    else:
-        pixels_CHW = decode(data)
-        choices = _choose(augmentation, pixels_CHW.shape[1], pixels_CHW.shape[2], key)
-        top, left, height, width = choices.crop
-        # Cropping a view first: only pixels that stay are resized.
-        cropped_CHW = pixels_CHW[:, top : top + height, left : left + width]
-        resized_CHW = F.resize(cropped_CHW, list(image_size), antialias=True)
-    if choices.flip:
-        resized_CHW = F.horizontal_flip(resized_CHW)
-    if choices.brightness != 1.0 or choices.contrast != 1.0:
-        resized_CHW = _adjust(resized_CHW, choices.brightness, choices.contrast)
-    return resized_CHW
+        if _reduction(choices.crop, image_size) >= 2.0:  # below, nothing can be left out
+            return _finish(_decode_scaled(image, choices.crop, image_size), choices)
+    pixels_CHW = decode(data)
+    choices = _choose(augmentation, pixels_CHW.shape[1], pixels_CHW.shape[2], key)
+    top, left, height, width = choices.crop
+    # Cropping a view first: only pixels that stay are resized.
+    cropped_CHW = pixels_CHW[:, top : top + height, left : left + width]
+    return _finish(F.resize(cropped_CHW, list(image_size), antialias=True), choices)
 
 
 def decode(data: bytes) -> torch.Tensor:
@@ -152,6 +146,14 @@ def _choose(
     )
 
 
+def _finish(pixels_CHW: torch.Tensor, choices: _Choices) -> torch.Tensor:
+    if choices.flip:
+        pixels_CHW = F.horizontal_flip(pixels_CHW)
+    if choices.brightness != 1.0 or choices.contrast != 1.0:
+        pixels_CHW = _adjust(pixels_CHW, choices.brightness, choices.contrast)
+    return pixels_CHW
+
+
 def _adjust(pixels_CHW: torch.Tensor, brightness: float, contrast: float) -> torch.Tensor:
     """Scales contrast around the image's mean and then brightness, with one rounding at the end."""
     floats_CHW = pixels_CHW.to(torch.float32)
@@ -168,11 +170,16 @@ def _open(data: bytes) -> Image.Image:
         raise DamagedImageError(str(error)) from None
 
 
+def _reduction(crop: Crop, image_size: tuple[int, int]) -> float:
+    """Returns by how much both sides of the crop can shrink without falling below the result's."""
+    return min(crop[2] / image_size[0], crop[3] / image_size[1])
+
+
 def _decode_scaled(image: Image.Image, crop: Crop, image_size: tuple[int, int]) -> torch.Tensor:
     """Decodes at the smallest of the scales 1, 1/2, 1/4, 1/8 that keeps the crop as large as the result."""
     (height, width), (top, left, crop_height, crop_width) = image_size, crop
     full_height, full_width = image.height, image.width
-    scale = max(1.0, min(crop_height / height, crop_width / width))
+    scale = _reduction(crop, image_size)
     # Pillow takes the largest reduction that leaves both sides at least this large.
     image.draft("RGB", (math.ceil(full_width / scale), math.ceil(full_height / scale)))
     across, down = image.width / full_width, image.height / full_height
