@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -19,7 +20,7 @@ from hpctrain.launch.ranks import LocalRanks, SlurmRanks
 from hpctrain.plan.plan import RunPlan
 from hpctrain.run.causes import AttemptCause, CauseKind, RankCause, classify, read_causes
 from hpctrain.run.directory import RunDirectory, make_attempt
-from hpctrain.run.ledger import Ledger
+from hpctrain.run.ledger import Attempt, Ledger
 
 LEASE_S = 120.0  # how long a lock of a lost node may live on NFS
 
@@ -110,10 +111,8 @@ class Supervisor:
             number += 1
         return make_attempt(job, self.where.restart, number)
 
-    def attempts_with(self, attempt: str, cause: AttemptCause) -> list:  # type: ignore[type-arg]
+    def attempts_with(self, attempt: str, cause: AttemptCause) -> list[Attempt]:
         """The history, with the end of the current attempt as it is about to be written."""
-        from dataclasses import replace
-
         attempts = self.ledger.attempts()
         return [replace(a, end={"cause": cause.kind}) if a.name == attempt else a for a in attempts]
 
