@@ -56,7 +56,9 @@ class TrainStep:
         rate = learning_rate(step, optim=self.optim, steps_per_epoch=self.steps_per_epoch)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.zero_grad(set_to_none=False)
+        # Not kept and zeroed: DDP divides gradients that already lie in its buckets, and multiplies others by
+        # 1/world_size, which rounds otherwise; a first step would differ from the same one in mid-run.
+        self.optimizer.zero_grad(set_to_none=True)
         losses = []
         for index, microbatch in enumerate(microbatches):
             last = index == len(microbatches) - 1

@@ -103,11 +103,11 @@ class _Normalise(torch.autograd.Function):
         # Means first, then squares around them, then the ranks' means around their mean: sums of squares
         # would lose all digits where the mean is large.
         variance_C, mean_C = torch.var_mean(wide, dims, correction=0)
-        own_2C = torch.stack([mean_C, variance_C])
-        world_size = _world_size(group)
-        all_R2C = own_2C.new_empty((world_size * 2, own_2C.shape[1]))
-        dist.all_gather_into_tensor(all_R2C, own_2C, group=group)
-        mean_RC, variance_RC = all_R2C.view(world_size, 2, -1).unbind(1)
+        # A sum of tensors with one's own rows filled in: a gather by the call that every torch spells alike.
+        all_R2C = wide.new_zeros((_world_size(group), 2, wide.shape[1]))
+        all_R2C[dist.get_rank(group)] = torch.stack([mean_C, variance_C])
+        dist.all_reduce(all_R2C, group=group)
+        mean_RC, variance_RC = all_R2C.unbind(1)
         mean_C = mean_RC.mean(0)
         variance_C = (variance_RC + (mean_RC - mean_C).square()).mean(0)
         scale_C = torch.rsqrt(variance_C + eps)
