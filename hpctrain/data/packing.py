@@ -1,4 +1,4 @@
-"""Writing one shard: images read, checked, shrunk or re-encoded where needed, and put into a tar.
+"""Writing shards: images read, checked, shrunk or re-encoded where needed, and put into a tar.
 
 A shard is a pure function of its job, so any process may write it, and one that is written is not
 written again. Beside it a part file keeps its index records and damaged images until the split is done.
@@ -7,11 +7,16 @@ written again. Beside it a part file keeps its index records and damaged images 
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import tarfile
 import warnings
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from hpctrain.data.progress import show_progress
 from hpctrain.data.shards import INDEX_DTYPE
+from hpctrain.errors import DataError
 
 TAR_OVERHEAD_BYTES = 2 * 512 + 512 + 512  #: two headers, the label file, padding: about this a sample
 
@@ -143,6 +150,38 @@ def write_shard(job: ShardJob) -> int:
     os.replace(partial, job.folder / job.name)
     _write_part(part_path(job.folder, job.number), np.array(records, dtype=INDEX_DTYPE), damaged, size_bytes)
     return len(job.samples)
+
+
+def write_shards(jobs: Iterator[ShardJob], num_samples: int, num_processes: int, show: bool) -> None:
+    """Writes shards with several processes, one whole shard each, and shows how far they are.
+
+    Raises:
+        DataError: a process was killed.
+    """
+    if num_processes == 1:
+        with show_progress("packing", num_samples, "images", show) as advance:
+            for job in jobs:
+                advance(write_shard(job))
+        return
+    # Forks, made at the first submit: before the progress bar has a thread.
+    with ProcessPoolExecutor(num_processes, mp_context=get_context("fork")) as pool:
+        try:
+            pending = {pool.submit(write_shard, job) for job in itertools.islice(jobs, 2 * num_processes)}
+            with show_progress("packing", num_samples, "images", show) as advance:
+                while pending:
+                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        advance(future.result())
+                    pending |= {pool.submit(write_shard, job) for job in itertools.islice(jobs, len(done))}
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a packing process was killed",
+                f"{error} (the kernel does that when memory runs out)",
+                "give the same command again, with fewer --processes: it goes on where it was",
+            ) from None
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -13,20 +13,18 @@ import itertools
 import json
 import os
 import time
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from hpctrain.data import listing
 from hpctrain.data.order import Stream, permutation
-from hpctrain.data.packing import DAMAGE, TAR_OVERHEAD_BYTES, Encoding, encode, write_atomically, write_shard
-from hpctrain.data.progress import show_progress
+from hpctrain.data.packing import DAMAGE, TAR_OVERHEAD_BYTES, Encoding, encode, write_atomically, write_shards
 from hpctrain.data.shards import SplitMeta
 from hpctrain.data.split import Split
 from hpctrain.errors import ConfigError
@@ -90,7 +88,6 @@ def pack_images(
     table = listing.read_list(source, list_file) if list_file else listing.list_folder(source, walk)
     chosen = listing.expand_names(val_identities, listing.identity_names(table)) if val_identities else None
     is_val = listing.split_rows(table, val_fraction, val_by == "identity", chosen, seed)
-    encoding = Encoding(max_side, quality)
     options = {
         "max_side": max_side,
         "quality": quality,
@@ -101,18 +98,11 @@ def pack_images(
         "seed": seed,
         "listing_sha256": _digest(table),
     }
-    per_shard = _begin(out, options) or _record(
-        out, options, _samples_per_shard(source, table, encoding, shard_mib, seed)
-    )
-    masks = {"train": ~is_val, "val": is_val}
-    splits = [
-        Split(source, out / name, table, np.flatnonzero(mask), encoding, per_shard, seed)
-        for name, mask in masks.items()
-        if mask.any()
-    ]
+    splits = _make_splits(source, out, table, is_val, Encoding(max_side, quality), options)
     found = sum(split.num_written() for split in splits)
     if not all(split.is_complete() for split in splits):
-        _write_shards(splits, num_processes, show)
+        jobs = (job for split in splits for job in split.jobs())
+        write_shards(jobs, sum(split.num_samples for split in splits), num_processes, show)
         _publish(out, splits, options)
     for split in splits:
         split.forget_parts()
@@ -214,6 +204,26 @@ def _begin(out: Path, options: dict[str, Any]) -> int | None:
     return int(begun["samples_per_shard"])
 
 
+def _make_splits(
+    source: Path,
+    out: Path,
+    table: pa.Table,
+    is_val: npt.NDArray[np.bool_],
+    encoding: Encoding,
+    options: dict[str, Any],
+) -> list[Split]:
+    """Returns the splits that have rows, as the run that began `out` cut them, or begins it."""
+    seed = options["seed"]
+    per_shard = _begin(out, options) or _record(
+        out, options, _samples_per_shard(source, table, encoding, options["shard_mib"], seed)
+    )
+    return [
+        Split(source, out / name, table, np.flatnonzero(mask), encoding, per_shard, seed)
+        for name, mask in {"train": ~is_val, "val": is_val}.items()
+        if mask.any()
+    ]
+
+
 def _record(out: Path, options: dict[str, Any], samples_per_shard: int) -> int:
     out.mkdir(parents=True, exist_ok=True)
     begun = {"options": options, "samples_per_shard": samples_per_shard}
@@ -232,25 +242,6 @@ def _samples_per_shard(source: Path, table: pa.Table, encoding: Encoding, shard_
             continue
     mean_bytes = sum(sizes) / len(sizes) if sizes else _DEFAULT_IMAGE_BYTES
     return max(1, int((shard_mib << 20) / (mean_bytes + TAR_OVERHEAD_BYTES)))
-
-
-def _write_shards(splits: list[Split], num_processes: int, show: bool) -> None:
-    total = sum(split.num_samples for split in splits)
-    jobs = (job for split in splits for job in split.jobs())
-    if num_processes == 1:
-        with show_progress("packing", total, "images", show) as advance:
-            for job in jobs:
-                advance(write_shard(job))
-        return
-    # Forks, made at the first submit: before the progress bar has a thread.
-    with ProcessPoolExecutor(num_processes, mp_context=get_context("fork")) as pool:
-        pending = {pool.submit(write_shard, job) for job in itertools.islice(jobs, 2 * num_processes)}
-        with show_progress("packing", total, "images", show) as advance:
-            while pending:
-                done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                for future in done:
-                    advance(future.result())
-                pending |= {pool.submit(write_shard, job) for job in itertools.islice(jobs, len(done))}
 
 
 def _publish(out: Path, splits: list[Split], options: dict[str, Any]) -> None:

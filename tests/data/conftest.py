@@ -51,3 +51,16 @@ def own_copy(packed: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def shards(packed: Path) -> ShardSet:
     return ShardSet(packed)
+
+
+@pytest.fixture
+def people(tmp_path: Path) -> Path:
+    """Folders s1 … s12 with four grey PNGs each."""
+    rng = np.random.Generator(np.random.PCG64(0))
+    for person in range(1, 13):
+        folder = tmp_path / "people" / f"s{person}"
+        folder.mkdir(parents=True)
+        for view in range(4):
+            pixels = rng.integers(0, 256, (40, 30)).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / f"{view}.png")
+    return tmp_path / "people"

@@ -4,7 +4,6 @@ import hashlib
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -278,12 +277,9 @@ def _run_under_signals(shards: ShardSet) -> tuple[int, list[int]]:
     return steps, seen
 
 
-def _in_own_process_group(function: Callable[[], Any]) -> Any:
-    return run_ranks(1, lambda rank, world: function())[0]
-
-
 def test_signals_to_the_whole_group_reach_the_trainer_and_leave_its_workers_alone(shards: ShardSet) -> None:
-    steps, seen = _in_own_process_group(lambda: _run_under_signals(shards))
+    # A rank of its own, because it has a process group of its own.
+    steps, seen = run_ranks(1, lambda rank, world: _run_under_signals(shards))[0]
     assert steps == 12 * STEPS
     assert sorted(seen) == sorted([signal.SIGTERM, signal.SIGUSR2] * 2)
 
@@ -299,4 +295,4 @@ def test_without_deaf_workers_the_same_signals_break_the_run(
     monkeypatch.setattr(loader_module, "_start_worker", start_with_ears)
     # torch's handler raises wherever the trainer is when a worker dies, even as it reports that very error.
     with pytest.raises((RuntimeError, ChildProcessError), match=r"DataLoader worker|without a result"):
-        _in_own_process_group(lambda: _run_under_signals(shards))
+        run_ranks(1, lambda rank, world: _run_under_signals(shards))[0]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import shutil
 import sys
@@ -14,56 +13,21 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from hpctrain.data import prepare
+from hpctrain.data import packing
 from hpctrain.data.images import decode
 from hpctrain.data.packing import ShardJob, write_shard
-from hpctrain.data.prepare import PackReport, main, pack_images
+from hpctrain.data.prepare import main, pack_images
 from hpctrain.data.shards import ShardSet
 from hpctrain.errors import ConfigError, DataError
+from tests.data.packed import contents, labels, pack
 
 ORL = Path(__file__).parents[3] / "shared" / "data" / "orl_faces"
-
-
-def _pack(source: Path, out: Path, **options: Any) -> PackReport:
-    return pack_images(source, out, **{"show": False, **options})
-
-
-@pytest.fixture
-def people(tmp_path: Path) -> Path:
-    """Folders s1 … s12 with four grey PNGs each."""
-    rng = np.random.Generator(np.random.PCG64(0))
-    for person in range(1, 13):
-        folder = tmp_path / "people" / f"s{person}"
-        folder.mkdir(parents=True)
-        for view in range(4):
-            pixels = rng.integers(0, 256, (40, 30)).astype(np.uint8)
-            Image.fromarray(pixels).save(folder / f"{view}.png")
-    return tmp_path / "people"
-
-
-def _labels(folder: Path) -> list[dict[str, Any]]:
-    """The label files of a split in packing order, read as WebDataset would."""
-    import tarfile
-
-    labels = []
-    for path in sorted(folder.glob("*.tar")):
-        with tarfile.open(path) as tar:
-            for member in tar:
-                if member.name.endswith(".json"):
-                    file = tar.extractfile(member)
-                    assert file is not None
-                    labels.append(json.loads(file.read()))
-    return labels
-
-
-def _contents(folder: Path) -> dict[str, bytes]:
-    return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
 
 
 def test_folders_are_identities_numbered_in_natural_order_within_each_split(
     people: Path, tmp_path: Path
 ) -> None:
-    report = _pack(people, tmp_path / "out", val_fraction=0.25)
+    report = pack(people, tmp_path / "out", val_fraction=0.25)
     train, val = ShardSet(tmp_path / "out" / "train"), ShardSet(tmp_path / "out" / "val")
     assert report.num_images == {"train": 36, "val": 12}
     assert report.num_identities == {"train": 9, "val": 3}
@@ -71,12 +35,12 @@ def test_folders_are_identities_numbered_in_natural_order_within_each_split(
     assert train.meta.identities == sorted(train.meta.identities, key=lambda name: int(name[1:]))
     for split in (train, val):
         assert sorted(set(split.index["identity"].tolist())) == list(range(split.num_identities))
-        numbers = [split.meta.identities.index(each["identity"]) for each in _labels(split.folder)]
+        numbers = [split.meta.identities.index(each["identity"]) for each in labels(split.folder)]
         assert numbers == split.index["identity"].tolist()
 
 
 def test_neighbours_in_a_shard_are_of_different_people(people: Path, tmp_path: Path) -> None:
-    _pack(people, tmp_path / "out", val_fraction=0)
+    pack(people, tmp_path / "out", val_fraction=0)
     identities = ShardSet(tmp_path / "out" / "train").index["identity"]
     # By chance 3 of 47 neighbours would agree; in the order of the folders 36 do.
     assert (identities[1:] == identities[:-1]).sum() < 12
@@ -84,7 +48,7 @@ def test_neighbours_in_a_shard_are_of_different_people(people: Path, tmp_path: P
 
 @pytest.mark.parametrize("given", [["s9-s12", "s2"], ["s9", "s10", "s11", "s12", "s2"]])
 def test_val_identities_are_those_named(people: Path, tmp_path: Path, given: list[str]) -> None:
-    _pack(people, tmp_path / "out", val_identities=given)
+    pack(people, tmp_path / "out", val_identities=given)
     assert ShardSet(tmp_path / "out" / "val").meta.identities == ["s2", "s9", "s10", "s11", "s12"]
 
 
@@ -96,71 +60,21 @@ def test_val_identities_can_stand_in_a_file(people: Path, tmp_path: Path) -> Non
 
 def test_an_unknown_val_identity_is_refused(people: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="s99"):
-        _pack(people, tmp_path / "out", val_identities=["s1", "s99"])
+        pack(people, tmp_path / "out", val_identities=["s1", "s99"])
 
 
 def test_by_image_a_person_may_be_in_both_splits(people: Path, tmp_path: Path) -> None:
-    report = _pack(people, tmp_path / "out", val_by="image", val_fraction=0.25)
+    report = pack(people, tmp_path / "out", val_by="image", val_fraction=0.25)
     assert report.num_images == {"train": 36, "val": 12}
     names = [set(ShardSet(tmp_path / "out" / split).meta.identities) for split in ("train", "val")]
     assert names[0] & names[1]
 
 
-def test_images_keep_their_pixels_within_jpeg_quality(people: Path, tmp_path: Path) -> None:
-    source = tmp_path / "smooth" / "a"
-    source.mkdir(parents=True)
-    ramp = np.add.outer(np.arange(64), np.arange(48)).astype(np.uint8)
-    Image.fromarray(ramp).save(source / "1.pgm")
-    _pack(source.parent, tmp_path / "out", val_fraction=0, quality=95)
-    image = decode(ShardSet(tmp_path / "out" / "train").read([0])[0])
-    assert image.shape == (3, 64, 48)
-    assert np.abs(image[0].numpy().astype(int) - ramp).max() <= 4  # JPEG at quality 95 on a ramp
-
-
-def test_sixteen_bit_grey_is_scaled_and_not_clipped(tmp_path: Path) -> None:
-    source = tmp_path / "wide" / "a"
-    source.mkdir(parents=True)
-    Image.fromarray(np.full((16, 16), 32896, dtype=np.uint16)).save(source / "1.png")
-    _pack(source.parent, tmp_path / "out", val_fraction=0)
-    image = decode(ShardSet(tmp_path / "out" / "train").read([0])[0])
-    assert abs(int(image[0, 8, 8]) - 128) <= 2  # 32896 / 257
-
-
-def test_upright_jpegs_are_copied_byte_for_byte(image_folder: Path, packed: Path) -> None:
-    split = ShardSet(packed)
-    for label, image in zip(_labels(packed), split.read(range(split.num_samples)), strict=True):
-        assert image == (image_folder / label["source"]).read_bytes()
-
-
-def test_a_sideways_jpeg_is_turned_upright(tmp_path: Path) -> None:
-    source = tmp_path / "turned" / "a"
-    source.mkdir(parents=True)
-    exif = Image.Exif()
-    exif[0x0112] = 6  # EXIF 2.3, Orientation: the viewer has to turn it by 90 degrees
-    Image.new("RGB", (40, 20)).save(source / "1.jpg", exif=exif)
-    _pack(source.parent, tmp_path / "out", val_fraction=0)
-    assert decode(ShardSet(tmp_path / "out" / "train").read([0])[0]).shape == (3, 40, 20)
-
-
-def test_the_longer_side_is_shrunk_and_small_images_are_left(tmp_path: Path) -> None:
-    source = tmp_path / "sizes" / "a"
-    source.mkdir(parents=True)
-    for name, size in (("wide", (400, 200)), ("high", (100, 300)), ("small", (50, 40))):
-        Image.new("RGB", size, (90, 60, 30)).save(source / f"{name}.jpg")
-    _pack(source.parent, tmp_path / "out", val_fraction=0, max_side=150)
-    split = ShardSet(tmp_path / "out" / "train")
-    shapes = {Path(each["source"]).stem: i for i, each in enumerate(_labels(split.folder))}
-    images = split.read(range(3))
-    assert decode(images[shapes["wide"]]).shape == (3, 75, 150)
-    assert decode(images[shapes["high"]]).shape == (3, 150, 50)
-    assert images[shapes["small"]] == (source / "small.jpg").read_bytes()
-
-
 def test_deeper_folders_are_read_only_when_asked(people: Path, tmp_path: Path) -> None:
     (people / "s1" / "deep").mkdir()
     shutil.copy(people / "s1" / "0.png", people / "s1" / "deep" / "9.png")
-    assert _pack(people, tmp_path / "flat", val_fraction=0).num_images["train"] == 48
-    assert _pack(people, tmp_path / "deep", val_fraction=0, walk=True).num_images["train"] == 49
+    assert pack(people, tmp_path / "flat", val_fraction=0).num_images["train"] == 48
+    assert pack(people, tmp_path / "deep", val_fraction=0, walk=True).num_images["train"] == 49
 
 
 def _write_csv(path: Path, rows: list[list[str]]) -> None:
@@ -177,12 +91,12 @@ def test_a_list_tells_no_label_from_labelled_with_none(people: Path, tmp_path: P
         ["s1/3.png", "007", "", "7"],
     ]
     _write_csv(tmp_path / "list.csv", rows)
-    report = _pack(people, tmp_path / "out", list_file=tmp_path / "list.csv", val_fraction=0)
+    report = pack(people, tmp_path / "out", list_file=tmp_path / "list.csv", val_fraction=0)
     split = ShardSet(tmp_path / "out" / "train")
     assert report.behaviours == ["chạy", "smile"] and split.meta.identities == ["007", "anna"]
     records = {
         each["source"]: (int(row["identity"]), int(row["behaviours"]), int(row["has_behaviour"]))
-        for each, row in zip(_labels(split.folder), split.index, strict=True)
+        for each, row in zip(labels(split.folder), split.index, strict=True)
     }
     assert records == {
         "s1/0.png": (1, 0b11, 1),
@@ -213,36 +127,15 @@ def test_parquet_says_the_same_as_csv(people: Path, tmp_path: Path) -> None:
     )
     pa.parquet.write_table(table, tmp_path / "list.parquet")
     for name in ("csv", "parquet"):
-        _pack(people, tmp_path / name, list_file=tmp_path / f"list.{name}", val_fraction=0)
-    assert _contents(tmp_path / "csv") == _contents(tmp_path / "parquet")
-
-
-def test_damaged_images_are_counted_listed_and_left_out(people: Path, tmp_path: Path) -> None:
-    whole = io.BytesIO()
-    Image.new("RGB", (64, 64), (1, 2, 3)).save(whole, "JPEG")
-    (people / "s1" / "5.jpg").write_bytes(whole.getvalue()[:400])
-    (people / "s2" / "6.jpg").write_bytes(b"no image")
-    (people / "s3" / "7.jpg").write_bytes(b"")
-    report = _pack(people, tmp_path / "out", val_fraction=0)
-    assert report.num_images == {"train": 48} and report.num_damaged == 3
-    lines = (tmp_path / "out" / "damaged.txt").read_text().splitlines()
-    assert sorted(line.split("\t")[0] for line in lines) == ["s1/5.jpg", "s2/6.jpg", "s3/7.jpg"]
-    assert all(line.split("\t")[1] and "0x" not in line for line in lines)
-    assert ShardSet(tmp_path / "out" / "train").num_samples == 48
-
-
-def test_several_processes_write_the_same_bytes_as_one(image_folder: Path, tmp_path: Path) -> None:
-    options = {"list_file": image_folder / "list.csv", "val_fraction": 0.2, "shard_mib": 1}
-    for num_processes in (1, 3):
-        _pack(image_folder, tmp_path / str(num_processes), num_processes=num_processes, **options)
-    assert _contents(tmp_path / "1") == _contents(tmp_path / "3")
+        pack(people, tmp_path / name, list_file=tmp_path / f"list.{name}", val_fraction=0)
+    assert contents(tmp_path / "csv") == contents(tmp_path / "parquet")
 
 
 def test_a_stopped_run_goes_on_where_it_was(
     image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"list_file": image_folder / "list.csv", "val_fraction": 0.2, "shard_mib": 1}
-    undisturbed = _pack(image_folder, tmp_path / "whole", **options)
+    undisturbed = pack(image_folder, tmp_path / "whole", **options)
     assert sum(undisturbed.num_shards.values()) > 2
     written: list[Path] = []
 
@@ -252,37 +145,37 @@ def test_a_stopped_run_goes_on_where_it_was(
         written.append(job.folder / job.name)
         return write_shard(job)
 
-    monkeypatch.setattr(prepare, "write_shard", stops_after_two)
+    monkeypatch.setattr(packing, "write_shard", stops_after_two)
     with pytest.raises(KeyboardInterrupt):
-        _pack(image_folder, tmp_path / "out", **options)
+        pack(image_folder, tmp_path / "out", **options)
     with pytest.raises(DataError, match="did not finish"):
         ShardSet(tmp_path / "out" / "train")
     before = [path.stat().st_mtime_ns for path in written]
     monkeypatch.undo()
-    report = _pack(image_folder, tmp_path / "out", **options)
+    report = pack(image_folder, tmp_path / "out", **options)
     assert report.shards_found == 2
     assert [path.stat().st_mtime_ns for path in written] == before
-    assert _contents(tmp_path / "out") == _contents(tmp_path / "whole")
-    again = _pack(image_folder, tmp_path / "out", **options)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    again = pack(image_folder, tmp_path / "out", **options)
     assert again.shards_found == sum(again.num_shards.values())
     assert again.num_images == undisturbed.num_images
 
 
 def test_other_options_or_other_images_are_refused(people: Path, tmp_path: Path) -> None:
-    _pack(people, tmp_path / "out", quality=90)
+    pack(people, tmp_path / "out", quality=90)
     with pytest.raises(ConfigError, match="quality=90") as error:
-        _pack(people, tmp_path / "out", quality=80)
+        pack(people, tmp_path / "out", quality=80)
     assert error.value.exit_code == 2
     shutil.copy(people / "s1" / "0.png", people / "s1" / "new.png")
     with pytest.raises(ConfigError, match="other images"):
-        _pack(people, tmp_path / "out", quality=90)
+        pack(people, tmp_path / "out", quality=90)
 
 
 def test_a_folder_with_something_else_is_not_packed_into(people: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("")
     with pytest.raises(ConfigError, match="something else"):
-        _pack(people, tmp_path / "out")
+        pack(people, tmp_path / "out")
 
 
 def test_wrong_sources_are_refused_with_what_to_change(people: Path, tmp_path: Path) -> None:
@@ -302,7 +195,7 @@ def test_wrong_sources_are_refused_with_what_to_change(people: Path, tmp_path: P
     ]
     for source, options, said in cases:
         with pytest.raises(ConfigError, match=said) as error:
-            _pack(source, tmp_path / "out", **options)
+            pack(source, tmp_path / "out", **options)
         assert error.value.change and error.value.exit_code == 2
     assert not (tmp_path / "out").exists()
 
@@ -310,7 +203,7 @@ def test_wrong_sources_are_refused_with_what_to_change(people: Path, tmp_path: P
 def test_a_list_whose_paths_lead_nowhere_is_an_error_and_no_empty_split(people: Path, tmp_path: Path) -> None:
     _write_csv(tmp_path / "list.csv", [["path", "identity"], ["s77/0.png", "s77"]])
     with pytest.raises(DataError, match="No such file"):
-        _pack(people, tmp_path / "out", list_file=tmp_path / "list.csv", val_fraction=0)
+        pack(people, tmp_path / "out", list_file=tmp_path / "list.csv", val_fraction=0)
 
 
 def test_the_verb_reports_in_json_and_in_words(
@@ -334,11 +227,11 @@ def test_progress_is_plain_lines_without_a_terminal(
 
 @pytest.mark.skipif(not ORL.is_dir(), reason=f"the ORL faces are not at {ORL}")
 def test_the_real_orl_faces_are_packed(tmp_path: Path) -> None:
-    report = _pack(ORL, tmp_path / "out", val_identities=["s31-s40"], num_processes=2)
+    report = pack(ORL, tmp_path / "out", val_identities=["s31-s40"], num_processes=2)
     assert report.num_images == {"train": 300, "val": 100} and report.num_damaged == 0
     val = ShardSet(tmp_path / "out" / "val")
     assert val.meta.identities == [f"s{i}" for i in range(31, 41)]
-    for label, image in zip(_labels(val.folder), val.read(range(100)), strict=True):
+    for label, image in zip(labels(val.folder), val.read(range(100)), strict=True):
         expected = np.asarray(Image.open(ORL / label["source"])).astype(int)
         assert np.abs(decode(image)[0].numpy() - expected).mean() < 4  # JPEG at quality 90
 
