@@ -100,7 +100,8 @@ class Reporter:
 
     def train(self, record: dict[str, Any]) -> None:
         self._write({"kind": "train", "num_steps": self._num_steps, **record})
-        self._losses.append((record["step"], record["loss"]))
+        if math.isfinite(record["loss"]):
+            self._losses.append((record["step"], record["loss"]))
         if self._bar:
             self._bar.update(record)
         else:

@@ -1,0 +1,83 @@
+"""The watchdog ends a rank that stands still, and only that."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+
+from hpctrain.core.stop import SignalFlag
+from hpctrain.core.watchdog import Watchdog
+from hpctrain.run.causes import CauseKind
+from tests.helpers.ranks import Exited, run_ranks
+
+
+def start_watchdog(folder, *, timeout_s=60.0, stop_timeout_s=60.0, cause=None):
+    def leave(kind, message):
+        (folder / "cause.json").write_text(json.dumps([kind, message]))
+
+    flag = SignalFlag()
+    flag.cause = cause
+    watchdog = Watchdog(flag, leave, timeout_s=timeout_s, stop_timeout_s=stop_timeout_s)
+    watchdog.start()
+    return watchdog
+
+
+def stand_still():
+    threading.Event().wait(30)  # like a collective that never returns
+
+
+def test_a_hung_rank_leaves_its_cause_and_exits(tmp_path):
+    def hang(rank, world):
+        start_watchdog(tmp_path, timeout_s=0.1)
+        stand_still()
+
+    assert run_ranks(1, hang, allow_exit=True) == [Exited(1)]
+    kind, message = json.loads((tmp_path / "cause.json").read_text())
+    assert kind == CauseKind.hang and message.startswith("no step for ")
+
+
+def test_a_rank_that_was_told_to_stop_has_less_time(tmp_path):
+    def hang(rank, world):
+        start_watchdog(tmp_path, stop_timeout_s=0.1, cause=CauseKind.preemption)
+        stand_still()
+
+    assert run_ranks(1, hang, allow_exit=True) == [Exited(1)]
+    kind, message = json.loads((tmp_path / "cause.json").read_text())
+    assert kind == CauseKind.peer_lost and message.startswith("told to stop")
+
+
+def test_steps_and_pauses_keep_it_quiet(tmp_path):
+    def work(rank, world):
+        watchdog = start_watchdog(tmp_path, timeout_s=1.0)
+        end = time.monotonic() + 1.6
+        while time.monotonic() < end:
+            watchdog.beat()
+            time.sleep(0.02)
+        with watchdog.paused(), watchdog.paused():
+            time.sleep(1.6)  # three looks of the watchdog
+        watchdog.close()
+        return "alive"
+
+    assert run_ranks(1, work, allow_exit=True) == ["alive"]
+    assert not (tmp_path / "cause.json").exists()
+
+
+def test_closing_leaves_no_thread(tmp_path):
+    before = threading.active_count()
+    watchdog = start_watchdog(tmp_path)
+    assert threading.active_count() == before + 1
+    watchdog.close()
+    assert threading.active_count() == before
+
+
+def test_an_exception_ends_a_pause(tmp_path):
+    def work(rank, world):
+        watchdog = start_watchdog(tmp_path, timeout_s=0.1)
+        with pytest.raises(OSError), watchdog.paused():
+            raise OSError
+        stand_still()
+
+    assert run_ranks(1, work, allow_exit=True) == [Exited(1)]
