@@ -61,14 +61,19 @@ def kill(pids: set[int]) -> set[int]:
     return alive
 
 
+def is_listening(port: int) -> bool:
+    """Whether something on this machine accepts connections on the TCP port."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def free_ports(count: int) -> list[int]:
     """Distinct free TCP ports below the ephemeral range (where a client's own port may take them)."""
     found: list[int] = []
     while len(found) < count:
         port = 10_000 + secrets.randbelow(20_000)
-        with socket.socket() as probe:
-            if port not in found and probe.connect_ex(("127.0.0.1", port)) != 0:
-                found.append(port)
+        if port not in found and not is_listening(port):
+            found.append(port)
     return found
 
 

@@ -14,7 +14,6 @@ import getpass
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from tests.helpers.polling import wait_until
-from tests.helpers.processes import find_processes, free_ports, has_open, kill, start_time
+from tests.helpers.processes import find_processes, free_ports, has_open, is_listening, kill, start_time
 from tests.helpers.sandbox_config import NUM_NODES, PATH, missing_programs, slurm_files
 
 T = TypeVar("T")
@@ -91,7 +90,7 @@ class Sandbox:
     def _start_daemons(self) -> None:
         self._make_folder()
         ports, password, user = free_ports(NUM_NODES + 3), secrets.token_hex(16), getpass.getuser()
-        files = slurm_files(self.folder, ports, password, user, self._version())
+        files = slurm_files(self.folder, ports, password, user)
         files["munge.key"] = secrets.token_hex(64)
         for name, text in files.items():
             path = self.folder / "etc" / name
@@ -119,15 +118,10 @@ class Sandbox:
         for name in ("etc", "log", "run", "db", "spool/ctld"):
             (self.folder / name).mkdir(parents=True)
 
-    def _version(self) -> tuple[int, int]:
-        year, month = self.run("slurmd", "-V").stdout.split()[-1].split(".")[:2]
-        return int(year), int(month)
-
     def _start_munge(self) -> None:
-        etc, run, log = (self.folder / name for name in ("etc", "run", "log"))
-        files = {"key": etc / "munge.key", "seed": etc / "munge.seed", "log": log / "munged.log"}
-        options = [f"--{name}-file={path}" for name, path in files.items()]
-        options += [f"--pid-file={run}/munged.pid", f"--socket={run}/munge.socket"]
+        files = {"key-file": "etc/munge.key", "seed-file": "etc/munge.seed", "log-file": "log/munged.log"}
+        files |= {"pid-file": "run/munged.pid", "socket": "run/munge.socket"}
+        options = [f"--{name}={self.folder}/{path}" for name, path in files.items()]
         self._daemon("munged", "munged", "-F", "--force", *options)
 
     def _start_database(self, port: int) -> None:
@@ -155,11 +149,7 @@ class Sandbox:
             )
 
     def _wait_for_port(self, name: str, port: int) -> None:
-        def answers() -> bool:
-            with socket.socket() as probe:
-                return probe.connect_ex(("127.0.0.1", port)) == 0
-
-        self._wait(f"{name} listens", answers)
+        self._wait(f"{name} listens", lambda: is_listening(port))
 
     def _wait(self, what: str, predicate: Callable[[], bool]) -> None:
         """Waits for `predicate`, or for a daemon to die."""

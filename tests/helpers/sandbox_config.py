@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
 from pathlib import Path
 
 NUM_NODES = 4
@@ -85,9 +86,7 @@ def missing_programs() -> list[str]:
     return [name for name in _PROGRAMS if shutil.which(name, path=PATH) is None]
 
 
-def slurm_files(
-    folder: Path, ports: list[int], password: str, user: str, version: tuple[int, int]
-) -> dict[str, str]:
+def slurm_files(folder: Path, ports: list[int], password: str, user: str) -> dict[str, str]:
     """File name under `etc/` to text.
 
     Args:
@@ -117,6 +116,13 @@ def slurm_files(
         "gres.conf": f"NodeName=node[0-{NUM_NODES - 1}] Name=gpu Type=rtx4090 "
         f"File=/dev/tty[0-{GPUS_PER_NODE - 1}]\n",
     }
-    if version >= (23, 11):  # older ones know no such plugin, and do not look for cgroups unasked
+    if _version() >= (23, 11):  # older ones know no such plugin, and do not look for cgroups unasked
         files["cgroup.conf"] = "CgroupPlugin=disabled\n"
     return files
+
+
+def _version() -> tuple[int, int]:
+    env = {**os.environ, "PATH": PATH}
+    text = subprocess.run(["slurmd", "-V"], env=env, capture_output=True, text=True, check=True).stdout
+    year, month = text.split()[-1].split(".")[:2]
+    return int(year), int(month)
