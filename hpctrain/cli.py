@@ -119,7 +119,13 @@ def resume(arguments: argparse.Namespace) -> int:
     from hpctrain.run.directory import find_run
 
     run = find_run(arguments.run)
+    moved = [o for o in arguments.overrides if o.partition("=")[0] in ("name", "run_root")]
+    if moved:
+        raise ConfigError(
+            f"resume with {moved[0]}", f"a run stays in its folder, {run.path}", "submit it anew"
+        )
     config = load_config(run.config, arguments.overrides)
+    config.name, config.run_root = run.name, str(run.path.parent)  # the folder may have been moved
     plan = checked_plan(config)
     run.stop.unlink(missing_ok=True)
     done = submit(config, plan, new_code=arguments.code == "now")

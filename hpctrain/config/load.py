@@ -61,19 +61,35 @@ def save_config(config: Config, path: Path) -> None:
     path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
+def check_overrides(overrides: list[str]) -> None:
+    """Overrides of a frozen config are plain `key=value`: it has no groups to choose from."""
+    groups = {field.name for field in dataclasses.fields(Config) if str(field.type).endswith("Config")}
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals:
+            raise ConfigError(f"{override!r} is no override", "it has no =", "write key=value")
+        if key.lstrip("+") in groups:
+            raise ConfigError(
+                override,
+                "a run that exists has no options to choose from, only keys",
+                f"{key.lstrip('+')}.KEY=VALUE, or submit it again with {override}",
+            )
+
+
 def load_config(path: Path, overrides: list[str] | None = None) -> Config:
     """Read a frozen config.yaml, with `key=value` overrides on top. Raises ConfigError."""
     if not path.exists():
         raise ConfigError(
             f"no config at {path}", "a run folder holds config.yaml", "name the folder of a run"
         )
+    check_overrides(overrides or [])
     try:
         raw = OmegaConf.load(path)
         kind = raw.model.kind
         if kind not in MODEL_CONFIGS:
             raise ConfigError(f"{path}: model.kind={kind}", f"known kinds: {', '.join(MODEL_CONFIGS)}")
         base = OmegaConf.structured(Config(model=MODEL_CONFIGS[kind]()))
-        merged = OmegaConf.merge(base, raw, OmegaConf.from_dotlist(overrides or []))
+        merged = OmegaConf.merge(base, raw, OmegaConf.from_dotlist([o.lstrip("+") for o in overrides or []]))
     except OmegaConfBaseException as error:
         raise explain(error) from error
     assert isinstance(merged, DictConfig)
