@@ -96,7 +96,7 @@ class Supervisor:
             job = slurm.job(self.where.job)
         except ClusterError:
             job = None  # the controller is away: nothing can be requeued now either
-        if job is None or "CANCELLED" in job.state:
+        if job is None or job.was_ended(self.where.restart):
             return JobStatus.cancelled
         if job.state != "RUNNING":
             return JobStatus.leaving

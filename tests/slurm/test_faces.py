@@ -1,0 +1,113 @@
+"""vision_city on real faces: 30 people to learn from, 10 others to verify, on 2 nodes × 2 ranks.
+
+Baselines and the network's scores are computed here with scikit-learn, from pixels and from exported
+embeddings: none of hpctrain's own metrics decides.
+"""
+
+from __future__ import annotations
+
+import csv
+import random
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from sklearn.decomposition import PCA
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+from sklearn.metrics import roc_auc_score, roc_curve
+
+from hpctrain.data.prepare import pack_images
+from tests.helpers.runs import FACES, Cluster, Run
+
+pytestmark = pytest.mark.slurm
+TRAIN = [f"s{n}" for n in range(1, 31)]
+VERIFY = [f"s{n}" for n in range(31, 41)]
+RECIPE: list[str] = []
+
+
+def pixels(people: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """All photos of these people as rows of grey values, and who they are."""
+    rows, names = [], []
+    for person in people:
+        for path in sorted((FACES / person).glob("*.pgm")):
+            rows.append(np.asarray(Image.open(path), dtype=np.float64).ravel())
+            names.append(person)
+    return np.stack(rows), np.array(names)
+
+
+def verify(features: np.ndarray, names: np.ndarray) -> tuple[float, float]:
+    """TAR at FAR 1e-2 and AUC over all pairs, by cosine similarity."""
+    unit = features / np.linalg.norm(features, axis=1, keepdims=True)
+    first, second = np.triu_indices(len(names), k=1)
+    score = (unit @ unit.T)[first, second]
+    same = names[first] == names[second]
+    far, tar, _ = roc_curve(same, score, drop_intermediate=False)
+    return float(tar[far <= 1e-2].max()), float(roc_auc_score(same, score))
+
+
+def score_of(cluster: Cluster, run: Run) -> tuple[float, float]:
+    """The network's scores, from the embeddings that `hpctrain export` writes for the original photos."""
+    out = cluster.folder / f"{run.directory.name}.parquet"
+    cluster.cli("export", "embeddings", str(run.directory.path), str(FACES), str(out))
+    table = pq.read_table(out).to_pydict()
+    names = np.array([Path(path).parent.name for path in table["path"]])
+    wanted = np.isin(names, VERIFY)
+    return verify(np.array(table["embedding"])[wanted], names[wanted])
+
+
+def test_a_network_trained_on_two_nodes_verifies_people_it_never_saw(cluster: Cluster) -> None:
+    known, known_names = pixels(TRAIN)
+    unseen, unseen_names = pixels(VERIFY)
+    mean = known.mean(axis=0)
+    baselines = {
+        "raw pixels": verify(unseen - mean, unseen_names),
+        "PCA-80": verify(PCA(80, random_state=0).fit(known).transform(unseen), unseen_names),
+        "LDA": verify(
+            LinearDiscriminantAnalysis()
+            .fit(PCA(80, random_state=0).fit_transform(known), known_names)
+            .transform(PCA(80, random_state=0).fit(known).transform(unseen)),
+            unseen_names,
+        ),
+    }
+    runs = [cluster.submit(f"faces-{seed}", f"seed={seed}", *RECIPE) for seed in range(3)]
+    shuffled = cluster.submit("faces-shuffled", f"data.root={shuffled_faces(cluster.folder)}", *RECIPE)
+    assert {run.wait_until_over(600) for run in (*runs, shuffled)} == {"COMPLETED"}
+
+    scores = [score_of(cluster, run) for run in runs]
+    control = score_of(cluster, shuffled)
+    print("TAR@FAR=1e-2, AUC:", {**baselines, "network": scores, "shuffled labels": control})
+    for tar, auc in baselines.values():
+        assert tar < 0.60 and auc < 0.96
+    assert statistics.median(tar for tar, _ in scores) >= 0.70
+    assert statistics.median(auc for _, auc in scores) >= 0.96
+    assert control[0] < 0.60
+    status = runs[0].status()
+    assert status["state"] == "COMPLETED" and status["step"] == status["num_steps"] > 0
+    assert status["samples_per_s"] > 0
+    own = runs[0].metrics("eval")[-1]
+    assert abs(own["tar_at_far_1e-02"] - scores[0][0]) < 0.03, (
+        "exported embeddings score otherwise than the run"
+    )
+
+
+def shuffled_faces(folder: Path) -> Path:
+    """The same photos, those of the training people under a random training person's name."""
+    photos = [
+        (f"{person}/{path.name}", person)
+        for person in TRAIN
+        for path in sorted((FACES / person).glob("*.pgm"))
+    ]
+    names = [person for _, person in photos]
+    random.Random(0).shuffle(names)
+    rows = [(path, name) for (path, _), name in zip(photos, names, strict=True)]
+    rows += [
+        (f"{person}/{path.name}", person) for person in VERIFY for path in (FACES / person).glob("*.pgm")
+    ]
+    with (folder / "shuffled.csv").open("w", newline="") as handle:
+        csv.writer(handle).writerows([("path", "identity"), *rows])
+    out = folder / "shuffled"
+    pack_images(FACES, out, list_file=folder / "shuffled.csv", val_identities=VERIFY)
+    return out
