@@ -244,7 +244,8 @@ def make_executor(config: Config, folder: Path, code: Path) -> Any:
         "nodelist",
     )
     parameters: dict[str, Any] = {name: getattr(cluster, name) for name in named if getattr(cluster, name)}
-    additional: dict[str, Any] = {"requeue": True, **cluster.extra_sbatch}
+    # An option without a value, such as contiguous, is given as ''.
+    additional: dict[str, Any] = {"requeue": True, **{k: v or True for k, v in cluster.extra_sbatch.items()}}
     if cluster.reservation:
         additional["reservation"] = cluster.reservation
     for option in gpu_option(cluster):
