@@ -29,6 +29,7 @@ SMALL = [
     "data=shards",
     "data.num_workers=1",
     "optim.global_batch_size=32",
+    "cluster.ranks_per_node=1",
     "log_every_steps=1",
     "eval_every_epochs=0",
 ]

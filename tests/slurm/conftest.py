@@ -32,7 +32,7 @@ NUM_STEPS = 40
 
 @pytest.fixture(scope="session")
 def undisturbed(sandbox: Sandbox, packed_faces: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of 40 steps on 2 nodes × 2 ranks that nobody interrupts: what interrupted ones must equal."""
+    """A run of 40 steps on 2 nodes that nobody interrupts: what interrupted ones must equal."""
     cluster = Cluster(sandbox, tmp_path_factory.mktemp("undisturbed"), packed_faces)
     run = cluster.submit("undisturbed", "optim.num_epochs=4")
     assert run.wait_until_over() == "COMPLETED", run.story()

@@ -25,7 +25,7 @@ from tests.helpers.runs import FACES, Cluster, Run
 pytestmark = pytest.mark.slurm
 TRAIN = [f"s{n}" for n in range(1, 31)]
 VERIFY = [f"s{n}" for n in range(31, 41)]
-RECIPE: list[str] = []
+RECIPE: list[str] = ["cluster.ranks_per_node=2"]
 
 
 def pixels(people: list[str]) -> tuple[np.ndarray, np.ndarray]:

@@ -40,10 +40,10 @@ def rank_pids(run: Run) -> dict[int, int]:
     return found
 
 
-def test_a_run_preempted_twice_equals_the_undisturbed_one_bit_for_bit(
-    cluster: Cluster, undisturbed: Run
-) -> None:
-    run = cluster.submit("preempted", FORTY_STEPS)
+def test_a_run_preempted_twice_equals_the_undisturbed_one_bit_for_bit(cluster: Cluster) -> None:
+    undisturbed = cluster.submit("undisturbed", FORTY_STEPS, "cluster.ranks_per_node=2")
+    assert undisturbed.wait_until_over() == "COMPLETED", undisturbed.story()
+    run = cluster.submit("preempted", FORTY_STEPS, "cluster.ranks_per_node=2")
     for step in (8, 20):
         run.wait_for_step(step)
         told = time.time()
@@ -117,10 +117,10 @@ def test_ranks_that_outlive_a_killed_one_publish_nothing_and_the_run_goes_on_in_
 ) -> None:
     run = cluster.submit("killed", FORTY_STEPS, "checkpoint.every_steps=5")
     run.wait_for_step(12)
-    os.kill(rank_pids(run)[3], signal.SIGKILL)
+    os.kill(rank_pids(run)[1], signal.SIGKILL)
     assert run.wait_until_over() == "COMPLETED", run.story()
     first, second = run.attempts()
-    assert first.end is not None and first.end["cause"] == "killed" and first.end["rank"] == 3, run.story()
+    assert first.end is not None and first.end["cause"] == "killed" and first.end["rank"] == 1, run.story()
     assert first.end["decision"] == "relaunch"
     assert first.name.split("_")[:2] == second.name.split("_")[:2], "not in the same allocation"
     assert first.saved_step is not None and first.saved_step % 5 == 0

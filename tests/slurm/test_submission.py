@@ -64,9 +64,9 @@ def test_train_sbatch_runs_frozen_code_in_its_second_start(cluster: Cluster, und
     env = {**os.environ, **cluster.sandbox.env, "HPCTRAIN_PYTHON": sys.executable}
     resources = [
         "--nodes=2",
-        "--ntasks-per-node=2",
+        "--ntasks-per-node=1",
         "--cpus-per-task=1",
-        "--gres=gpu:rtx4090:2",
+        "--gres=gpu:rtx4090:1",
         "--signal=USR2@30",
     ]
     overrides = [*SMALL, f"data.root={cluster.data}", "name=by-hand", FORTY_STEPS]
@@ -119,7 +119,7 @@ def test_a_job_sent_from_inside_another_allocation_is_not_confused_by_it(cluster
     run = Run(cluster, RunDirectory(cluster.folder / "runs" / "inner"), job)
     assert run.wait_until_over() == "COMPLETED", run.story()
     (attempt,) = run.attempts()
-    assert len(attempt.start["nodes"]) == 2 and attempt.start["num_ranks"] == 4
+    assert len(attempt.start["nodes"]) == 2 and attempt.start["num_ranks"] == 2
 
 
 def test_values_with_shell_characters_reach_slurm_as_they_are(cluster: Cluster) -> None:
