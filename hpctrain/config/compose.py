@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def resolve_config(cfg: DictConfig, experiment: str | None) -> Config:
 def check_name(name: str) -> None:
     """A run's name is a folder name and nothing else. Raises ConfigError."""
     if not SAFE_NAME.fullmatch(name):
-        safe = re.sub(r"[^A-Za-z0-9._=+-]+", "_", name).strip("._")[:150] or "run"
+        safe = re.sub(r"[^A-Za-z0-9._=+-]+", "_", name).strip("._=+-")[:150] or "run"
         raise ConfigError(
             f"name={name!r} cannot be a folder",
             "a name has letters, digits and . _ = + -, begins with a letter or digit, is at most 151 long",
@@ -85,7 +86,10 @@ def sweep_labels(points: list[list[str]]) -> list[str]:
     labels = []
     for point in swept:
         parts = [f"{short[k] if ends.count(short[k]) == 1 else k}={v}" for k, v in point]
-        labels.append(re.sub(r"[^A-Za-z0-9._=+-]+", "-", "_".join(parts) or "point").strip("-._"))
+        label = re.sub(r"[^A-Za-z0-9._=+-]+", "-", "_".join(parts) or "point").strip("-._")
+        if len(label) > 150:
+            label = f"{label[:140]}-{hashlib.sha256(label.encode()).hexdigest()[:8]}"
+        labels.append(label)
     if len(set(labels)) != len(labels):
         raise ConfigError(
             "two points of the sweep would share a folder", f"{labels}", "sweep over simpler values"
