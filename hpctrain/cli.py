@@ -115,7 +115,7 @@ def no_verb(word: str) -> ConfigError:
 def resume(arguments: argparse.Namespace) -> int:
     """Send a run again from its own folder, with changes of shape if given."""
     from hpctrain.config.load import load_config
-    from hpctrain.launch.submit import checked_plan, submit
+    from hpctrain.launch.submit import check_not_live, checked_plan, submit
     from hpctrain.run.directory import find_run
 
     run = find_run(arguments.run)
@@ -127,6 +127,7 @@ def resume(arguments: argparse.Namespace) -> int:
     config = load_config(run.config, arguments.overrides)
     config.name, config.run_root = run.name, str(run.path.parent)  # the folder may have been moved
     plan = checked_plan(config)
+    check_not_live(run)
     run.stop.unlink(missing_ok=True)
     done = submit(config, plan, new_code=arguments.code == "now")
     print(done.to_json() if arguments.json else done.text())

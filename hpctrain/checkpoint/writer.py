@@ -142,6 +142,7 @@ class HashingStream(io.RawIOBase):
         self._file = open(path, "xb")  # noqa: SIM115  closed by close()
         self._sha256 = hashlib.sha256()
         self._size_bytes = 0
+        self.failure: OSError | None = None  #: what the disk refused; torch's own words hide it
 
     @property
     def record(self) -> FileRecord:
@@ -152,7 +153,11 @@ class HashingStream(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         self._sha256.update(data)
-        written = self._file.write(data)
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
         self._size_bytes += written
         return written
 
@@ -178,13 +183,17 @@ class _HashingFileSystem(FileSystem):
 
     def __init__(self, visible_timeout_s: float) -> None:
         self.files: dict[str, FileRecord] = {}
+        self.failure: OSError | None = None
         self._visible_timeout_s = visible_timeout_s
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
         stream = HashingStream(Path(path))
-        with stream:
-            yield stream
+        try:
+            with stream:
+                yield stream
+        finally:
+            self.failure = self.failure or stream.failure
         self.files[Path(path).name] = stream.record
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
@@ -208,8 +217,11 @@ class ShardWriter(FileSystemWriter):
         return self.fs.files
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            future = super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise self.fs.failure or error from error
         # DCP drops exceptions of its writer threads and reports what is left as a success (pytorch#191391).
-        future = super().write_data(plan, planner)
         lost = {item.index for item in plan.items} - {result.index for result in future.value()}
         if lost:
             names = sorted({index.fqn for index in lost})

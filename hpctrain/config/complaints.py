@@ -59,6 +59,8 @@ def _unknown_key(match: re.Match[str], text: str, error: Exception) -> ConfigErr
     table, _, _ = match[1].rpartition(".")
     if table in known_keys() and "table" in expected(table):
         return ConfigError(f"no key {match[1]}", f"{table} is a table that you fill", f"+{match[1]}=VALUE")
+    if match[1] in known_keys():
+        return ConfigError(match[1], "a table is filled entry by entry", f"+{match[1]}.NAME=VALUE")
     return ConfigError(f"no key {match[1]}", "the config has no such key", nearest(match[1]))
 
 

@@ -111,6 +111,8 @@ class Training:
             restore_state(state, loaded.per_rank, self.model, self.optimizer, self.mesh.device)
             self.progress = Progress.from_facts(loaded.step, loaded.facts)
         if self.mesh.rank == 0:
+            for name, reason in loaded.skipped if loaded else []:
+                print(f"hpctrain: checkpoint {name} was passed over: {reason}", flush=True)
             self.ledger.append(
                 "restored",
                 attempt=self.attempt,

@@ -117,6 +117,7 @@ def encode(path: Path, encoding: Encoding) -> bytes:
             assert encoding.max_side is not None
             image.thumbnail((encoding.max_side, encoding.max_side), Image.Resampling.LANCZOS, 2.0)
         image = ImageOps.exif_transpose(image)
+        image.info.pop("comment", None)  # Pillow would write it; other metadata it leaves out
         buffer = io.BytesIO()
         _as_8_bit(image).save(buffer, "JPEG", quality=encoding.quality)
     return buffer.getvalue()

@@ -27,6 +27,7 @@ class JobStatus(StrEnum):
     none = "none"  # no Slurm around us
     running = "running"
     cancelled = "cancelled"
+    timed_out = "timed_out"  # ended by Slurm at its time limit, which is no wish to end the run
     leaving = "leaving"  # neither running nor cancelled: requeued or preempted by Slurm
 
 
@@ -66,7 +67,7 @@ def _without_progress(attempts: list[Attempt]) -> int:
 
 
 def decide(cause: AttemptCause, attempts: list[Attempt], budget: BudgetConfig, status: JobStatus) -> Decision:
-    """The next action. `attempts` is the whole history, the attempt that just ended last.
+    """The next action. `attempts` is the history since a person sent the run, the one that just ended last.
 
     A scancel is never undone: with the job cancelled or the supervisor itself signalled, nothing is
     requeued.
@@ -95,7 +96,8 @@ def decide(cause: AttemptCause, attempts: list[Attempt], budget: BudgetConfig, s
     used = _count(attempts, _kinds_of(kind))
     if used > limit:
         return Decision(Action.fail, f"budget.{name}={limit} is used up; last cause: {cause.message or kind}")
-    if kind in (CauseKind.preemption, CauseKind.time_limit, CauseKind.node_failure):
-        action = Action.requeue if status is JobStatus.running else Action.relaunch
+    gives_back = kind in (CauseKind.preemption, CauseKind.time_limit, CauseKind.node_failure)
+    if gives_back or status is JobStatus.timed_out:
+        action = Action.relaunch if status is JobStatus.none else Action.requeue
         return Decision(action, f"{kind}: start again ({used} of {limit})")
     return Decision(Action.relaunch, f"{kind}: start the ranks again ({used} of {limit})")

@@ -102,6 +102,16 @@ def check_identity(run: RunDirectory, config: Config) -> None:
         )
 
 
+def check_not_stopped(run: RunDirectory) -> None:
+    """A start that finds STOP ends at once: say so now."""
+    if run.stop.exists():
+        raise ConfigError(
+            f"run {run.name} was told to stop",
+            f"{run.stop} exists, and a start that finds it ends at once",
+            f"hpctrain resume {run.name}, which removes it",
+        )
+
+
 def check_not_live(run: RunDirectory) -> None:
     """One live job per folder."""
     if run.is_locked():
@@ -120,12 +130,14 @@ def freeze(config: Config, plan: RunPlan, *, new_code: bool = True) -> RunDirect
     run = run_directory(config)
     check_identity(run, config)
     check_not_live(run)
+    check_not_stopped(run)
     run.create()
     if new_code or not (run.code / "current").exists():
         freeze_code(run.code)
         write_json(run.source, source_facts(sys.argv))
     save_config(config, run.config)
     run.plan.write_text(plan.to_json())
+    Ledger(run.ledger).append("frozen", code=current_code(run.code).name)
     return run
 
 

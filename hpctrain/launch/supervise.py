@@ -43,9 +43,10 @@ class Supervisor:
         while True:
             attempt = self.new_attempt()
             cause = self.run_attempt(attempt)
-            decision = decide(
-                cause, self.attempts_with(attempt, cause), self.config.budget, self.job_status()
-            )
+            status = self.job_status()
+            if status is JobStatus.timed_out and cause.kind is CauseKind.preemption:
+                cause = AttemptCause(CauseKind.time_limit, "SIGTERM at the time limit")
+            decision = decide(cause, self.attempts_with(attempt, cause), self.config.budget, status)
             self.ledger.append(
                 "end",
                 attempt=attempt,
@@ -96,8 +97,10 @@ class Supervisor:
             job = slurm.job(self.where.job)
         except ClusterError:
             job = None  # the controller is away: nothing can be requeued now either
-        if job is None or job.was_ended(self.where.restart):
+        if job is None:
             return JobStatus.cancelled
+        if job.was_ended(self.where.restart):
+            return JobStatus.timed_out if job.is_out_of_time(time.time()) else JobStatus.cancelled
         if job.state != "RUNNING":
             return JobStatus.leaving
         return JobStatus.cancelled if self.signalled is not None else JobStatus.running
@@ -112,8 +115,8 @@ class Supervisor:
         return make_attempt(job, self.where.restart, number)
 
     def attempts_with(self, attempt: str, cause: AttemptCause) -> list[Attempt]:
-        """The history, with the end of the current attempt as it is about to be written."""
-        attempts = self.ledger.attempts()
+        """The history since a person last sent the run, the current attempt with the end about to be written."""
+        attempts = self.ledger.since_frozen()
         return [replace(a, end={"cause": cause.kind}) if a.name == attempt else a for a in attempts]
 
     def last_step(self, attempt: str) -> int | None:

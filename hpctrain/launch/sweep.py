@@ -46,6 +46,7 @@ def submit_sweep(points: list[Point]) -> str:
         run = submit.run_directory(config)
         submit.check_identity(run, config)
         submit.check_not_live(run)
+        submit.check_not_stopped(run)
         if not run.done.exists():
             todo.append((config, plan, run))
     if not todo:

@@ -131,7 +131,7 @@ def text(status: Status) -> str:
     saved = f", saved at {status.saved_step}" if status.saved_step is not None else ""
     lines.append(f"  steps     {status.step}{total}{saved}{rate}")
     if "loss" in status.last:
-        lines.append(f"  loss      {status.last['loss']:.4f} at step {status.last['step']}")
+        lines.append(f"  loss      {float(status.last['loss']):.4f} at step {status.last['step']}")
     shown = {k: v for k, v in status.evaluation.items() if isinstance(v, float) and k != "time"}
     if shown:
         facts = "  ".join(f"{key} {value:.4f}" for key, value in shown.items())
@@ -150,6 +150,6 @@ def text(status: Status) -> str:
 def line(status: Status) -> str:
     """A run in one line, for a sweep."""
     total = f"/{status.num_steps}" if status.num_steps else ""
-    loss = f"  loss {status.last['loss']:.4f}" if "loss" in status.last else ""
+    loss = f"  loss {float(status.last['loss']):.4f}" if "loss" in status.last else ""
     why = f"  {status.cause}" if status.state == "FAILED" else ""
     return f"{status.state:<12} {status.step}{total:<8} {status.run}{loss}{why}"

@@ -1,6 +1,6 @@
 """The ledger: one JSON line per event of a run. What the run is known to have done is read from here.
 
-Events and who writes them: `submitted` (login node); `start`, `end` (supervisor); `restored`, `saved`,
+Events and who writes them: `frozen`, `submitted` (login node); `start`, `end` (supervisor); `restored`, `saved`,
 `damaged` (rank 0). Rank 0 and the supervisor share the head node, so appends do not interleave.
 """
 
@@ -89,6 +89,12 @@ class Ledger:
                 )
             )
         return attempts
+
+    def since_frozen(self) -> list[Attempt]:
+        """Attempts since a person last sent the run: those that count against its budgets."""
+        frozen = self.last("frozen")
+        since = frozen["time"] if frozen else 0.0
+        return [attempt for attempt in self.attempts() if attempt.start["time"] >= since]
 
     def last(self, event: str) -> Event | None:
         found = [e for e in self.events() if e["event"] == event]

@@ -104,7 +104,7 @@ def test_a_cancelled_run_saves_and_stays_cancelled_until_it_is_resumed(
 
 
 def test_a_cancelled_run_that_waits_in_the_queue_stays_cancelled(cluster: Cluster) -> None:
-    run = cluster.submit("queued", FORTY_STEPS, 'cluster.extra_sbatch={begin: "now+60"}')
+    run = cluster.submit("queued", FORTY_STEPS, "+cluster.extra_sbatch.begin=now+60")
     assert run.state() == "PENDING"
     said = cluster.cli("cancel", str(run.directory.path)).stdout
     assert "cancelled" in said
@@ -183,7 +183,7 @@ def test_touching_stop_saves_and_ends_the_run_and_done_makes_another_start_harml
 
 
 def test_a_second_live_job_in_one_folder_is_refused(cluster: Cluster) -> None:
-    run = cluster.submit("once", FORTY_STEPS, 'cluster.extra_sbatch={begin: "now+60"}')
+    run = cluster.submit("once", FORTY_STEPS, "+cluster.extra_sbatch.begin=now+60")
     with pytest.raises(AssertionError, match="exited with 2") as refusal:
         cluster.submit("once", FORTY_STEPS)
     assert f"job {run.job}" in str(refusal.value)
