@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from typing import BinaryIO
 
 from hpctrain import slurm
 from hpctrain.config.schema import ClusterConfig, Config, Device, GpuRequest
@@ -120,7 +120,7 @@ class LocalRanks(_Ranks):
             environment = {**shared, **rank_environment(rank, rank, self.plan.world_size)}
             if self.config.cluster.device is Device.cuda and "CUDA_VISIBLE_DEVICES" in os.environ:
                 environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]
-            log = Path(self.run.logs / f"{self.attempt}_{rank}.log").open("ab") if rank else None
+            log = self._open_log(rank) if rank else None
             # Own session: Ctrl-C reaches the supervisor alone, which tells the ranks.
             process = subprocess.Popen(
                 self.command(), env=environment, stdout=log, stderr=log, start_new_session=True
@@ -128,6 +128,9 @@ class LocalRanks(_Ranks):
             if log:
                 log.close()
             self.processes.append(process)
+
+    def _open_log(self, rank: int) -> BinaryIO:
+        return (self.run.logs / f"{self.attempt}_{rank}.log").open("ab")
 
     def poll(self) -> int | None:
         """The worst exit code once all have ended. Ranks that outlive a dead one for too long are killed."""

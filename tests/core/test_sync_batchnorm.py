@@ -147,3 +147,24 @@ def test_a_batchnorm_with_its_own_forward_is_refused():
 
     with pytest.raises(TypeError, match="Odd has a forward pass of its own"):
         apply_sync_batchnorm(nn.Sequential(Odd(3)))
+
+
+# Dynamo itself looks whether tensors have a gradient, and hides the warning unless warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_compiled_model_gives_the_same_with_it():
+    def compare(rank, world):
+        plain = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
+        )
+        apply_sync_batchnorm(plain)
+        compiled = copy.deepcopy(plain)
+        compiled.compile(backend="aot_eager")
+        images = torch.randn(4, 3, 8, 8) + rank
+        for model in (plain, compiled):
+            model(images).square().sum().backward()
+        grads = [[p.grad for p in model.parameters()] for model in (plain, compiled)]
+        return all(map(torch.equal, *grads)), plain.state_dict(), compiled.state_dict()
+
+    for equal, plain, compiled in run_ranks(2, compare):
+        assert equal
+        torch.testing.assert_close(plain, compiled, rtol=0, atol=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from dataclasses import replace
@@ -18,6 +19,7 @@ from hpctrain.run.directory import RunDirectory
 from hpctrain.run.ledger import Ledger
 from tests.core.runs import make_config, read_final, run_training
 from tests.core.test_resume import differing
+from tests.helpers.processes import children
 from tests.helpers.ranks import run_ranks
 
 STEPS = 6  # 24 samples, less those without a readable label: two steps of 12 an epoch, three epochs
@@ -142,9 +144,7 @@ def test_workers_and_threads_end_with_the_run(faces, tmp_path):
         config.data.num_workers = 2
         before = threading.active_count()
         end = run_training(rank, world, config, tmp_path / "run")
-        from tests.helpers.processes import children
-
-        return end, children(__import__("os").getpid()), threading.active_count() - before
+        return end, children(os.getpid()), threading.active_count() - before
 
     assert run_ranks(1, run) == [((CauseKind.done, 2), set(), 0)]
 
@@ -158,13 +158,14 @@ def test_flops_utilisation_is_reported_where_the_hardware_has_a_peak(faces, tmp_
 
 def losses_and_keys(rank, world, faces, folder, compiled):
     config = make_config(faces, world, num_epochs=2)
-    config.model = replace(config.model, drop_rate=0.0, sync_batchnorm=world > 1)
+    config.model = replace(config.model, drop_rate=0.0)
     config.cluster.hardware = "rtx4090"
     config.parallelism.compile = compiled
     run_training(rank, world, config, folder)
     return [(record["loss"], record["mfu"] > 0) for record in records_of(folder, "train")]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on the CPU needs g++")
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_compiled_backbone_trains_the_same_and_keeps_its_names(faces, tmp_path, world):
