@@ -115,7 +115,7 @@ class Supervisor:
         return make_attempt(job, self.where.restart, number)
 
     def attempts_with(self, attempt: str, cause: AttemptCause) -> list[Attempt]:
-        """The history since a person last sent the run, the current attempt with the end about to be written."""
+        """The history since a person sent the run, this attempt with the end about to be written."""
         attempts = self.ledger.since_frozen()
         return [replace(a, end={"cause": cause.kind}) if a.name == attempt else a for a in attempts]
 

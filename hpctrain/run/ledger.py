@@ -1,7 +1,7 @@
 """The ledger: one JSON line per event of a run. What the run is known to have done is read from here.
 
-Events and who writes them: `frozen`, `submitted` (login node); `start`, `end` (supervisor); `restored`, `saved`,
-`damaged` (rank 0). Rank 0 and the supervisor share the head node, so appends do not interleave.
+Events and who writes them: `frozen`, `submitted` (login node); `start`, `end` (supervisor); `restored`,
+`saved`, `damaged` (rank 0). Rank 0 and the supervisor share the head node, so appends do not interleave.
 """
 
 from __future__ import annotations
