@@ -1,0 +1,312 @@
+"""What a training step costs: our loop against a hand-written one, Lightning Fabric and Accelerate.
+
+All train the same model on the same decoded batches in memory, on two ranks (Gloo, CPU), with DDP, fused
+AdamW, clipping and schedule set alike; rounds of steps are interleaved in one pair of processes. Ours is
+`core.train.train` itself, with everything it does between steps: agreeing on a stop, hashing sample ids, the
+watchdog, and loss and rates to metrics.jsonl and TensorBoard every ten steps. The others report nothing.
+
+    python bench/step.py [--rounds 8] [--steps 20] [--only resnet10t]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import lightning
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
+from lightning.fabric.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+
+from hpctrain.config.schema import (
+    CheckpointConfig,
+    ClusterConfig,
+    Config,
+    DataConfig,
+    Device,
+    OptimConfig,
+    VisionConfig,
+)
+from hpctrain.core.feed import Feed
+from hpctrain.core.mesh import build_mesh
+from hpctrain.core.stop import SignalFlag
+from hpctrain.core.train import train
+from hpctrain.core.training import Training
+from hpctrain.data.synthetic import make_faces
+from hpctrain.models.registry import resolve_spec
+from hpctrain.models.spec import DataFacts, make_parameter_groups
+from hpctrain.plan.plan import make_plan
+from hpctrain.run.causes import CauseKind
+from hpctrain.run.directory import RunDirectory
+
+WORLD = 2
+NUM_BATCHES = 8  # in memory, taken in turn
+LR, WEIGHT_DECAY, CLIP_NORM, EPOCHS, WARMUP_EPOCHS = 1e-3, 0.05, 5.0, 100, 1
+DDP_SETTINGS = {"gradient_as_bucket_view": True, "bucket_cap_mb": 25}
+OURS, PLAIN, FABRIC, ACCELERATE = "hpctrain", "hand-written", "Lightning Fabric", "Accelerate"
+AIMS = {PLAIN: 0.98, FABRIC: 1.0, ACCELERATE: 1.0}
+
+Step = Callable[[Any, int], None]  # a batch and the number of the step
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and the batch of each rank."""
+
+    backbone: str
+    image_size: tuple[int, int]
+    per_rank: int
+
+
+CASES = [Case("resnet10t", (64, 56), 32), Case("resnet18", (112, 112), 16)]
+
+
+def make_config(case: Case, root: Path) -> Config:
+    return Config(
+        model=VisionConfig(backbone=case.backbone, embedding_dim=128, image_size=list(case.image_size)),
+        cluster=ClusterConfig(ranks_per_node=WORLD),
+        data=DataConfig(root=str(root), num_workers=0),
+        optim=OptimConfig(
+            lr=LR,
+            weight_decay=WEIGHT_DECAY,
+            clip_norm=CLIP_NORM,
+            num_epochs=EPOCHS,
+            warmup_epochs=WARMUP_EPOCHS,
+            global_batch_size=case.per_rank * WORLD,
+        ),
+        checkpoint=CheckpointConfig(every_steps=0),
+        eval_every_epochs=0,
+    )
+
+
+def make_schedule(steps_per_epoch: int) -> Callable[[int], float]:
+    """Share of the learning rate at a step: linear warm-up, then half a cosine."""
+    warmup, total = WARMUP_EPOCHS * steps_per_epoch, EPOCHS * steps_per_epoch
+
+    def share(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
+
+    return share
+
+
+def global_loss(sums: dict[str, Tensor], batch: Any) -> Tensor:
+    """Mean over the global batch; DDP averages over ranks."""
+    return WORLD * sum((sums[term] / batch.counts[term] for term in sums), torch.zeros(()))
+
+
+def build_plain(model: nn.Module, groups: list[dict[str, Any]], share: Callable[[int], float]) -> Step:
+    optimizer = torch.optim.AdamW(groups, lr=LR, fused=True)
+    replica = DistributedDataParallel(model, **DDP_SETTINGS)
+    replica.broadcast_buffers = False
+
+    def step(batch: Any, number: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = LR * share(number)
+        optimizer.zero_grad()
+        global_loss(replica(batch), batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+
+    return step
+
+
+def build_fabric(model: nn.Module, groups: list[dict[str, Any]], share: Callable[[int], float]) -> Step:
+    strategy = DDPStrategy(process_group_backend="gloo", **DDP_SETTINGS)
+    fabric = lightning.Fabric(accelerator="cpu", devices=WORLD, strategy=strategy)
+    fabric.launch()
+    replica, optimizer = fabric.setup(model, torch.optim.AdamW(groups, lr=LR, fused=True))
+    replica._forward_module.broadcast_buffers = False
+    scheduler = LambdaLR(optimizer, share)
+
+    def step(batch: Any, number: int) -> None:
+        optimizer.zero_grad()
+        fabric.backward(global_loss(replica(batch), batch))
+        fabric.clip_gradients(replica, optimizer, max_norm=CLIP_NORM)
+        optimizer.step()
+        scheduler.step()
+
+    return step
+
+
+def build_accelerate(model: nn.Module, groups: list[dict[str, Any]], share: Callable[[int], float]) -> Step:
+    accelerator = accelerate.Accelerator(
+        cpu=True,
+        kwargs_handlers=[DistributedDataParallelKwargs(**DDP_SETTINGS)],
+        dataloader_config=DataLoaderConfiguration(split_batches=True),  # the schedule counts global steps
+    )
+    plain = torch.optim.AdamW(groups, lr=LR, fused=True)
+    replica, optimizer, scheduler = accelerator.prepare(model, plain, LambdaLR(plain, share))
+    replica.broadcast_buffers = False
+
+    def step(batch: Any, number: int) -> None:
+        optimizer.zero_grad()
+        accelerator.backward(global_loss(replica(batch), batch))
+        accelerator.clip_grad_norm_(replica.parameters(), CLIP_NORM)
+        optimizer.step()
+        scheduler.step()
+
+    return step
+
+
+BUILDERS = {PLAIN: build_plain, FABRIC: build_fabric, ACCELERATE: build_accelerate}
+
+
+def build_others(training: Training) -> tuple[dict[str, Step], dict[str, nn.Module]]:
+    """The other loops, each with a model of its own that starts from the weights of ours."""
+    shards = training.train_shards
+    facts = DataFacts(shards.num_identities, list(shards.behaviours))
+    share = make_schedule(training.steps_per_epoch)
+    steps, models = {}, {}
+    for name, build in BUILDERS.items():
+        model = resolve_spec("vision").build(training.config.model, facts)
+        model.load_state_dict(training.model.state_dict())
+        steps[name] = build(model, make_parameter_groups(model, WEIGHT_DECAY), share)
+        models[name] = model
+    return steps, models
+
+
+class Rounds:
+    """The batches of our loop. Between two of its rounds, while it waits for a batch, the others train."""
+
+    def __init__(self, batches: list[Any], others: dict[str, Step], flag: SignalFlag) -> None:
+        self.batches, self.others, self.flag = batches, others, flag
+        self.times_s: dict[str, list[float]] = {name: [] for name in (OURS, *others)}  #: a step, each round
+
+    def run(self, num_rounds: int, num_steps: int) -> Iterator[list[Any]]:
+        """One round to warm up, then `num_rounds`, forwards and backwards in turn; then a last step."""
+        names = list(self.times_s)
+        for round_ in range(num_rounds + 1):
+            numbers = range(round_ * num_steps, (round_ + 1) * num_steps)
+            for name in names if round_ % 2 else names[::-1]:
+                dist.barrier()
+                start = time.perf_counter()
+                for number in numbers:
+                    if name == OURS:
+                        yield [self.batch(number)]
+                    else:
+                        self.others[name](self.batch(number), number)
+                self.times_s[name].append((time.perf_counter() - start) / num_steps)
+        last = (num_rounds + 1) * num_steps
+        for step in self.others.values():
+            step(self.batch(last), last)
+        self.flag.cause = CauseKind.stop_file
+        yield [self.batch(last)]
+
+    def batch(self, number: int) -> Any:
+        return self.batches[number % len(self.batches)]
+
+
+def compare(ours: nn.Module, other: nn.Module, batch: Any) -> dict[str, float]:
+    """Losses of two models on a batch, and the largest difference between their parameters."""
+    with torch.no_grad():
+        losses = [float(global_loss(model.eval()(batch), batch)) for model in (ours, other)]
+        pairs = zip(ours.parameters(), other.parameters(), strict=True)
+        apart = max(float((one - two).abs().max()) for one, two in pairs)
+    return {"ours": losses[0], "other": losses[1], "apart": apart}
+
+
+def run_rank(rank: int, case: Case, folder: Path, port: int, num_rounds: int, num_steps: int) -> None:
+    """What one of the two processes does; rank 0 leaves its times in `result.json`."""
+    torch.set_num_threads(1)
+    # As torchrun would have it; Fabric and Accelerate then take the process group that is there.
+    facts = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
+    facts |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    facts |= {"TORCHELASTIC_RUN_ID": "bench", "GROUP_RANK": 0, "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ.update({name: str(value) for name, value in facts.items()})
+    mesh = build_mesh(rank, rank, WORLD, Device.cpu, "127.0.0.1", port, 120)
+    config, flag = make_config(case, folder / "faces"), SignalFlag()
+    run = RunDirectory(folder / f"run_{case.backbone}")
+    with open(folder / f"{case.backbone}_{rank}.log", "w", buffering=1) as log, redirect_stdout(log):
+        if rank == 0:
+            run.create()
+        dist.barrier()
+        training = Training(config, make_plan(config), run, "1_0_0", mesh, flag, lambda kind, text: None)
+        batches = [next(training.feed)[0][0] for _ in range(NUM_BATCHES)]
+        training.feed.close()
+        others, models = build_others(training)
+        rounds = Rounds(batches, others, flag)
+        training.feed = Feed(rounds.run(num_rounds, num_steps), mesh.device)
+        train(training)
+        training.close()
+    equal = {name: compare(training.model, model, batches[0]) for name, model in models.items()}
+    if rank == 0:
+        measured = {name: times[1:] for name, times in rounds.times_s.items()}
+        (folder / "result.json").write_text(json.dumps({"times_s": measured, "equal": equal}))
+    dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "?")
+    return (
+        f"{model}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, lightning {lightning.__version__}, accelerate {accelerate.__version__}"
+    )
+
+
+def report(case: Case, result: dict[str, Any]) -> None:
+    times_s, height_width = result["times_s"], "×".join(map(str, case.image_size))
+    print(f"\n{case.backbone}, {height_width}, {case.per_rank} images a rank\n")
+    print("| loop | ms a step | lowest … highest |\n|---|---|---|")
+    for name, values in times_s.items():
+        ms = [1000 * value for value in values]
+        print(f"| {name} | {statistics.median(ms):.2f} | {min(ms):.2f} … {max(ms):.2f} |")
+    for name, found in result["equal"].items():
+        print(
+            f"after the same steps: loss {found['ours']:.6f} and {found['other']:.6f} ({name}), "
+            f"parameters differ by at most {found['apart']:.1e}"
+        )
+        assert math.isclose(found["ours"], found["other"], rel_tol=1e-3), f"{name} trained something else"
+    for name, aim in AIMS.items():
+        ratios = [theirs / ours for theirs, ours in zip(times_s[name], times_s[OURS], strict=True)]
+        spread = f"{min(ratios):.3f} … {max(ratios):.3f}"
+        print(f"speed of {OURS} / {name}: {statistics.median(ratios):.3f} ({spread}; aim {aim})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--only", help="backbone of the one case to measure")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(machine())
+    print(f"medians of {options.rounds} interleaved rounds of {options.steps} steps, {WORLD} ranks")
+    with tempfile.TemporaryDirectory(prefix="hpctrain-bench-") as name:
+        folder = Path(name)
+        make_faces(folder / "faces", num_identities=32, images_per_identity=20)
+        for case in CASES:
+            if options.only in (None, case.backbone):
+                arguments = (case, folder, free_port(), options.rounds, options.steps)
+                mp.start_processes(run_rank, arguments, nprocs=WORLD, start_method="fork")
+                report(case, json.loads((folder / "result.json").read_text()))
+
+
+if __name__ == "__main__":
+    main()
