@@ -18,8 +18,10 @@ def make_batches():
     return [make_batch(0, padding=0), make_batch(1, padding=0), make_batch(2)]
 
 
-def train_ours(rank, world, norm, num_microbatches, break_it=None):
+def train_ours(rank, world, norm, num_microbatches, break_it=None, compiled=False):
     model = build_toy(norm).double()
+    if compiled:
+        model.backbone.compile(backend="aot_eager")
     batches = make_batches()
     first = microbatches_of(batches[0], rank, world, num_microbatches)
     step = build_step(model, world, settle_with=first[0])
@@ -72,6 +74,12 @@ def test_a_step_equals_plain_pytorch_on_the_whole_batch(norm, world, num_microba
     wanted = expected(norm, world, num_microbatches)
     assert wanted[0]["grad_norm"] > 0.05  # clipping has something to do
     for found in run_ranks(world, train_ours, norm, num_microbatches):
+        assert differences(found, wanted) == set()
+
+
+def test_a_compiled_backbone_under_ddp_equals_plain_pytorch():
+    wanted = expected("layer", 2, 2)
+    for found in run_ranks(2, train_ours, "layer", 2, None, True):
         assert differences(found, wanted) == set()
 
 

@@ -167,10 +167,9 @@ def losses_and_keys(rank, world, faces, folder, compiled):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on the CPU needs g++")
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_compiled_backbone_trains_the_same_and_keeps_its_names(faces, tmp_path, world):
-    plain = run_ranks(world, losses_and_keys, faces, tmp_path / "plain", False)[0]
-    compiled = run_ranks(world, losses_and_keys, faces, tmp_path / "compiled", True, timeout_s=300)[0]
+def test_a_compiled_backbone_trains_the_same_and_keeps_its_names(faces, tmp_path):
+    plain = run_ranks(1, losses_and_keys, faces, tmp_path / "plain", False)[0]
+    compiled = run_ranks(1, losses_and_keys, faces, tmp_path / "compiled", True, timeout_s=300)[0]
     # fp32 sums in another order: 1e-7 a step, which AdamW's first steps (sign of the gradient) amplify.
     assert [loss for loss, _ in compiled] == pytest.approx([loss for loss, _ in plain], rel=2e-3)
     assert all(counted for _, counted in compiled)
