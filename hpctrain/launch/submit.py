@@ -4,35 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hpctrain import slurm
 from hpctrain.config.load import load_config, save_config, to_dict
-from hpctrain.config.schema import ClusterConfig, ClusterKind, Config
-from hpctrain.errors import ClusterError, ConfigError, PlanError
-from hpctrain.launch.environment import allocation, scrubbed, submit_folder
-from hpctrain.launch.ranks import gpu_option
+from hpctrain.config.schema import ClusterKind, Config
+from hpctrain.errors import ConfigError, PlanError
+from hpctrain.launch.environment import allocation, submit_folder
+from hpctrain.launch.script import check_options, check_sbatch, clean_environment, make_executor, refused
 from hpctrain.launch.snapshot import code_digest, current_code, freeze_code, package_root, source_facts
 from hpctrain.launch.supervise import supervise
 from hpctrain.plan.plan import RunPlan, make_plan
 from hpctrain.run.directory import RunDirectory, write_json
 from hpctrain.run.identity import differences, digest
 from hpctrain.run.ledger import Ledger
-
-# Options that have a key of their own, and those that the stop contract rests on.
-PROTECTED = {
-    "account", "array", "chdir", "comment", "constraint", "cpus-per-task", "error", "exclude", "exclusive",
-    "gpus-per-node", "gpus-per-task", "gres", "input", "job-name", "mail-type", "mail-user", "mem",
-    "no-requeue", "nodelist", "nodes", "ntasks", "ntasks-per-node", "open-mode", "output", "partition",
-    "qos", "requeue", "reservation", "signal", "time", "wrap",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -211,81 +199,6 @@ def run_foreground(config: Config) -> Submitted:
     )
 
 
-def check_sbatch() -> None:
-    if shutil.which("sbatch") is None:
-        raise ClusterError(
-            "this run goes to Slurm",
-            "sbatch is not installed here",
-            "submit on a login node, or cluster=local",
-        )
-
-
-def setup_lines(cluster: ClusterConfig, code: Path) -> list[str]:
-    """Shell lines ahead of the supervisor: it must import the frozen code, wherever sbatch was called."""
-    return [
-        *cluster.setup,
-        f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}",
-        "export PYTHONSAFEPATH=1",
-    ]
-
-
-def make_executor(config: Config, folder: Path, code: Path) -> Any:
-    """submitit's Slurm executor with every option of this run."""
-    import submitit
-
-    class Executor(submitit.SlurmExecutor):
-        """Rendering a script needs no Slurm; sending one asks `check_sbatch`."""
-
-        @classmethod
-        def affinity(cls) -> int:
-            return 1
-
-    cluster = config.cluster
-    # exec: the supervisor is the batch step's own process and outlives a scancel by KillWait.
-    python = f"exec {shlex.quote(cluster.python or sys.executable)}"
-    executor = Executor(folder=folder, python=python)
-    named = (
-        "partition",
-        "account",
-        "qos",
-        "constraint",
-        "exclude",
-        "mail_user",
-        "mail_type",
-        "comment",
-        "nodelist",
-    )
-    parameters: dict[str, Any] = {name: getattr(cluster, name) for name in named if getattr(cluster, name)}
-    # An option without a value, such as contiguous, is given as ''.
-    additional: dict[str, Any] = {"requeue": True, **{k: v or True for k, v in cluster.extra_sbatch.items()}}
-    if cluster.reservation:
-        additional["reservation"] = cluster.reservation
-    for option in gpu_option(cluster):
-        key, _, value = option.removeprefix("--").partition("=")
-        additional[key.replace("-", "_")] = value
-    if cluster.mem_gib is not None:
-        parameters["mem"] = f"{cluster.mem_gib}G"
-    if cluster.exclusive:
-        parameters["exclusive"] = True
-    if cluster.array_parallelism is not None:
-        parameters["array_parallelism"] = cluster.array_parallelism
-    executor.update_parameters(
-        job_name=f"hpctrain-{config.name}",
-        time=cluster.time_limit_min,
-        wckey=None,
-        nodes=cluster.num_nodes,
-        ntasks_per_node=cluster.ranks_per_node,
-        cpus_per_task=cluster.cpus_per_rank,
-        signal_delay_s=cluster.signal_lead_s,
-        use_srun=False,
-        stderr_to_stdout=True,
-        setup=setup_lines(cluster, code),
-        additional_parameters=additional,
-        **parameters,
-    )
-    return executor
-
-
 def render(config: Config) -> str:
     """The batch script that `submit` would send, byte for byte."""
     if config.cluster.kind is ClusterKind.local:
@@ -301,49 +214,3 @@ def render(config: Config) -> str:
         code = run.code / code_digest(package_root())
         executor = make_executor(config, run.submitit, code)
         return str(executor._make_submission_file_text(executor._submitit_command_str, "render"))
-
-
-def check_options(cluster: ClusterConfig) -> None:
-    """Values must stay values in the script, and the stop contract's options are ours. Raises ConfigError."""
-    texts = {f"cluster.{name}": value for name, value in vars(cluster).items() if isinstance(value, str)}
-    texts |= {f"cluster.extra_sbatch.{key}": str(value) for key, value in cluster.extra_sbatch.items()}
-    texts |= {f"cluster.extra_sbatch key {key!r}": key for key in cluster.extra_sbatch}
-    for key, text in texts.items():
-        if any(ord(character) < 32 or ord(character) == 127 for character in text):
-            raise ConfigError(f"{key}={text!r}", "it holds a line break or another control character")
-    for key in cluster.extra_sbatch:
-        if not key.replace("-", "").replace("_", "").isalnum():
-            raise ConfigError(
-                f"cluster.extra_sbatch: {key!r} is no sbatch option", "options are letters and dashes"
-            )
-        # sbatch takes any unambiguous beginning of an option for the option.
-        if any(option.startswith(key.replace("_", "-")) for option in PROTECTED):
-            raise ConfigError(
-                f"cluster.extra_sbatch.{key} cannot be set here",
-                "hpctrain sets it itself, to stop and requeue safely or from a key of its own",
-                f"cluster.{key.replace('-', '_')} if there is one (hpctrain --cfg job), else leave it out",
-            )
-
-
-@contextmanager
-def clean_environment() -> Iterator[None]:
-    """Hide what an allocation around us has set: sbatch and the job would take it for their own."""
-    saved = dict(os.environ)
-    kept = scrubbed(saved)
-    for name in saved.keys() - kept.keys():
-        del os.environ[name]
-    try:
-        yield
-    finally:
-        os.environ.update(saved)
-
-
-def refused(error: Exception) -> ClusterError:
-    """sbatch's own words in our form."""
-    words = str(getattr(error, "stderr", None) or error).strip().splitlines()
-    said = [line for line in words if "sbatch: error" in line] or words[-1:]
-    text = "; ".join(line.replace("sbatch: error: ", "").strip() for line in said)
-    change = (
-        "see `sinfo` for partitions and `sacctmgr show assoc user=$USER` for accounts, then set cluster.*"
-    )
-    return ClusterError("Slurm refused the job", text, change)

@@ -8,7 +8,7 @@ from typing import Any
 
 from hpctrain.config.schema import ClusterKind, Config
 from hpctrain.errors import ConfigError
-from hpctrain.launch import submit
+from hpctrain.launch import script, submit
 from hpctrain.launch.snapshot import current_code
 from hpctrain.launch.supervise import supervise
 from hpctrain.plan.plan import RunPlan
@@ -35,8 +35,8 @@ def submit_sweep(points: list[Point]) -> str:
         raise ConfigError(
             "the sweep varies cluster.*", "elements of one array share their resources", "sweep other keys"
         )
-    submit.check_options(first.cluster)
-    submit.check_sbatch()
+    script.check_options(first.cluster)
+    script.check_sbatch()
     root = Path(first.run_root) / f"{first.name}.sweep"
     todo: list[tuple[Config, RunPlan, RunDirectory]] = []
     for point in points:
@@ -68,13 +68,13 @@ def submit_sweep(points: list[Point]) -> str:
 def _send(first: Config, root: Path, runs: list[RunDirectory]) -> list[str]:
     folder = root / "submitit"
     folder.mkdir(parents=True, exist_ok=True)
-    with submit.clean_environment():
-        executor = submit.make_executor(first, folder, current_code(runs[0].code))
+    with script.clean_environment():
+        executor = script.make_executor(first, folder, current_code(runs[0].code))
         executor.update_parameters(job_name=f"hpctrain-{root.name}")
         try:
             jobs = executor.map_array(supervise, [str(run.path) for run in runs])
         except Exception as error:  # submitit raises its own and subprocess's errors
-            raise submit.refused(error) from error
+            raise script.refused(error) from error
     return [job.job_id for job in jobs]
 
 

@@ -16,7 +16,7 @@ import pytest
 from hpctrain.config.compose import resolve_config
 from hpctrain.config.schema import ClusterConfig, ClusterKind, Config, Device, GpuRequest
 from hpctrain.errors import ClusterError, ConfigError
-from hpctrain.launch import submit
+from hpctrain.launch import script, submit
 from hpctrain.launch.snapshot import code_digest, package_root
 from hpctrain.launch.supervise import supervise
 from hpctrain.plan.plan import make_plan
@@ -253,7 +253,7 @@ def test_inherited_variables_are_hidden_and_come_back(monkeypatch: pytest.Monkey
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("MASTER_ADDR", "elsewhere")
     before = dict(os.environ)
-    with pytest.raises(RuntimeError), submit.clean_environment():
+    with pytest.raises(RuntimeError), script.clean_environment():
         assert "SLURM_JOB_ID" not in os.environ and "MASTER_ADDR" not in os.environ
         raise RuntimeError
     assert dict(os.environ) == before
@@ -299,7 +299,7 @@ def test_words_of_sbatch_are_passed_on() -> None:
             "sbatch: error: invalid partition specified: nope\nsbatch: error: Batch job submission failed"
         )
 
-    said = submit.refused(FailedError())
+    said = script.refused(FailedError())
     assert said.exit_code == 4 and "invalid partition specified: nope" in said.found
     assert "sinfo" in said.change
 
