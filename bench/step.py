@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import platform
 import socket
@@ -29,7 +30,6 @@ import accelerate
 import lightning
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
 from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ from hpctrain.run.directory import RunDirectory
 WORLD = 2
 NUM_BATCHES = 8  # in memory, taken in turn
 LR, WEIGHT_DECAY, CLIP_NORM, EPOCHS, WARMUP_EPOCHS = 1e-3, 0.05, 5.0, 100, 1
-DDP_SETTINGS = {"gradient_as_bucket_view": True, "bucket_cap_mb": 25}
+DDP_SETTINGS: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": 25}
 OURS, PLAIN, FABRIC, ACCELERATE = "hpctrain", "hand-written", "Lightning Fabric", "Accelerate"
 AIMS = {PLAIN: 0.98, FABRIC: 1.0, ACCELERATE: 1.0}
 
@@ -76,7 +76,7 @@ class Case:
     per_rank: int
 
 
-CASES = [Case("resnet10t", (64, 56), 32), Case("resnet18", (112, 112), 16)]
+CASES = [Case("resnet10t", (64, 56), 16), Case("resnet18", (112, 112), 8)]
 
 
 def make_config(case: Case, root: Path) -> Config:
@@ -176,7 +176,8 @@ def build_others(training: Training) -> tuple[dict[str, Step], dict[str, nn.Modu
     shards = training.train_shards
     facts = DataFacts(shards.num_identities, list(shards.behaviours))
     share = make_schedule(training.steps_per_epoch)
-    steps, models = {}, {}
+    steps: dict[str, Step] = {}
+    models: dict[str, nn.Module] = {}
     for name, build in BUILDERS.items():
         model = resolve_spec("vision").build(training.config.model, facts)
         model.load_state_dict(training.model.state_dict())
@@ -190,7 +191,8 @@ class Rounds:
 
     def __init__(self, batches: list[Any], others: dict[str, Step], flag: SignalFlag) -> None:
         self.batches, self.others, self.flag = batches, others, flag
-        self.times_s: dict[str, list[float]] = {name: [] for name in (OURS, *others)}  #: a step, each round
+        #: seconds a step, and seconds of this rank's CPU a step, of each round
+        self.times_s: dict[str, list[tuple[float, float]]] = {name: [] for name in (OURS, *others)}
 
     def run(self, num_rounds: int, num_steps: int) -> Iterator[list[Any]]:
         """One round to warm up, then `num_rounds`, forwards and backwards in turn; then a last step."""
@@ -199,13 +201,14 @@ class Rounds:
             numbers = range(round_ * num_steps, (round_ + 1) * num_steps)
             for name in names if round_ % 2 else names[::-1]:
                 dist.barrier()
-                start = time.perf_counter()
+                start, start_cpu = time.perf_counter(), time.process_time()
                 for number in numbers:
                     if name == OURS:
                         yield [self.batch(number)]
                     else:
                         self.others[name](self.batch(number), number)
-                self.times_s[name].append((time.perf_counter() - start) / num_steps)
+                wall_s, cpu_s = time.perf_counter() - start, time.process_time() - start_cpu
+                self.times_s[name].append((wall_s / num_steps, cpu_s / num_steps))
         last = (num_rounds + 1) * num_steps
         for step in self.others.values():
             step(self.batch(last), last)
@@ -229,7 +232,12 @@ def run_rank(rank: int, case: Case, folder: Path, port: int, num_rounds: int, nu
     """What one of the two processes does; rank 0 leaves its times in `result.json`."""
     torch.set_num_threads(1)
     # As torchrun would have it; Fabric and Accelerate then take the process group that is there.
-    facts = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
+    facts: dict[str, object] = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": WORLD,
+        "LOCAL_WORLD_SIZE": WORLD,
+    }
     facts |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
     facts |= {"TORCHELASTIC_RUN_ID": "bench", "GROUP_RANK": 0, "GLOO_SOCKET_IFNAME": "lo"}
     os.environ.update({name: str(value) for name, value in facts.items()})
@@ -255,6 +263,17 @@ def run_rank(rank: int, case: Case, folder: Path, port: int, num_rounds: int, nu
     dist.destroy_process_group()
 
 
+def run_ranks(*arguments: Any) -> None:
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=run_rank, args=(rank, *arguments), daemon=True) for rank in range(WORLD)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+        if each.exitcode:
+            raise SystemExit("a rank failed")
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -271,12 +290,15 @@ def machine() -> str:
 
 
 def report(case: Case, result: dict[str, Any]) -> None:
-    times_s, height_width = result["times_s"], "×".join(map(str, case.image_size))
+    times_s = {name: [wall for wall, _ in times] for name, times in result["times_s"].items()}
+    cpu_s = {name: [cpu for _, cpu in times] for name, times in result["times_s"].items()}
+    height_width = "×".join(map(str, case.image_size))
     print(f"\n{case.backbone}, {height_width}, {case.per_rank} images a rank\n")
-    print("| loop | ms a step | lowest … highest |\n|---|---|---|")
+    print("| loop | ms a step | lowest … highest | CPU ms a step of a rank |\n|---|---|---|---|")
     for name, values in times_s.items():
         ms = [1000 * value for value in values]
-        print(f"| {name} | {statistics.median(ms):.2f} | {min(ms):.2f} … {max(ms):.2f} |")
+        cpu_ms = 1000 * statistics.median(cpu_s[name])
+        print(f"| {name} | {statistics.median(ms):.1f} | {min(ms):.1f} … {max(ms):.1f} | {cpu_ms:.1f} |")
     for name, found in result["equal"].items():
         print(
             f"after the same steps: loss {found['ours']:.6f} and {found['other']:.6f} ({name}), "
@@ -303,8 +325,7 @@ def main() -> None:
         make_faces(folder / "faces", num_identities=32, images_per_identity=20)
         for case in CASES:
             if options.only in (None, case.backbone):
-                arguments = (case, folder, free_port(), options.rounds, options.steps)
-                mp.start_processes(run_rank, arguments, nprocs=WORLD, start_method="fork")
+                run_ranks(case, folder, free_port(), options.rounds, options.steps)
                 report(case, json.loads((folder / "result.json").read_text()))
 
 
