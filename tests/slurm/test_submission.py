@@ -35,22 +35,22 @@ def test_a_sweep_is_one_array_whose_points_fail_and_requeue_alone(cluster: Clust
     ).stdout
     sweep = cluster.folder / "runs" / "grid.sweep"
     points = json.loads((sweep / "sweep.json").read_text())["points"]
-    assert set(points) == {"lr=2e-3_seed=0", "lr=2e-3_seed=1", "lr=1e30_seed=0", "lr=1e30_seed=1"}
+    assert set(points) == {"lr=0.002_seed=0", "lr=0.002_seed=1", "lr=1e+30_seed=0", "lr=1e+30_seed=1"}
     runs = {label: Run(cluster, RunDirectory(sweep / label), facts["job"]) for label, facts in points.items()}
     assert len({job.partition("_")[0] for job in (run.job for run in runs.values())}) == 1
     assert f"hpctrain status {sweep}" in said
 
-    victim = runs["lr=2e-3_seed=1"]
+    victim = runs["lr=0.002_seed=1"]
     victim.wait_for_step(3)
     node = victim.attempts()[0].start["nodes"][0]
     cluster.preempt("--nodes=1", f"--nodelist={node}")
     states = {label: run.wait_until_over() for label, run in runs.items()}
-    good, bad = ("lr=2e-3_seed=0", "lr=2e-3_seed=1"), ("lr=1e30_seed=0", "lr=1e30_seed=1")
+    good, bad = ("lr=0.002_seed=0", "lr=0.002_seed=1"), ("lr=1e+30_seed=0", "lr=1e+30_seed=1")
     assert {label: states[label] for label in good} == dict.fromkeys(good, "COMPLETED")
     assert {label: states[label] for label in bad} == dict.fromkeys(bad, "FAILED")
     assert {runs[label].state() for label in bad} == {"FAILED"}
     starts = {label: len(run.attempts()) for label, run in runs.items()}
-    assert starts == {label: 2 if label == "lr=2e-3_seed=1" else 1 for label in runs}
+    assert starts == {label: 2 if label == "lr=0.002_seed=1" else 1 for label in runs}
     assert_every_step_once(victim.attempts(), 30)
     lines = cluster.cli("status", str(sweep)).stdout.splitlines()
     assert len(lines) == 4 and sum(line.startswith("FAILED") for line in lines) == 2
