@@ -219,28 +219,24 @@ class Rounds:
         return self.batches[number % len(self.batches)]
 
 
-def compare(ours: nn.Module, other: nn.Module, batch: Any) -> dict[str, float]:
-    """Losses of two models on a batch, and the largest difference between their parameters."""
+def evaluated_loss(model: nn.Module, batch: Any) -> float:
     with torch.no_grad():
-        losses = [float(global_loss(model.eval()(batch), batch)) for model in (ours, other)]
-        pairs = zip(ours.parameters(), other.parameters(), strict=True)
-        apart = max(float((one - two).abs().max()) for one, two in pairs)
-    return {"ours": losses[0], "other": losses[1], "apart": apart}
+        return float(global_loss(model.eval()(batch), batch))
+
+
+def are_equal(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def run_rank(rank: int, case: Case, folder: Path, port: int, num_rounds: int, num_steps: int) -> None:
     """What one of the two processes does; rank 0 leaves its times in `result.json`."""
     torch.set_num_threads(1)
     # As torchrun would have it; Fabric and Accelerate then take the process group that is there.
-    facts: dict[str, object] = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": WORLD,
-        "LOCAL_WORLD_SIZE": WORLD,
-    }
-    facts |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    facts |= {"TORCHELASTIC_RUN_ID": "bench", "GROUP_RANK": 0, "GLOO_SOCKET_IFNAME": "lo"}
-    os.environ.update({name: str(value) for name, value in facts.items()})
+    facts = f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={WORLD} LOCAL_WORLD_SIZE={WORLD} GROUP_RANK=0 "
+    facts += f"MASTER_ADDR=127.0.0.1 MASTER_PORT={port} TORCHELASTIC_RUN_ID=bench "
+    facts += "OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo"
+    os.environ.update(fact.split("=") for fact in facts.split())
     mesh = build_mesh(rank, rank, WORLD, Device.cpu, "127.0.0.1", port, 120)
     config, flag = make_config(case, folder / "faces"), SignalFlag()
     run = RunDirectory(folder / f"run_{case.backbone}")
@@ -256,10 +252,13 @@ def run_rank(rank: int, case: Case, folder: Path, port: int, num_rounds: int, nu
         training.feed = Feed(rounds.run(num_rounds, num_steps), mesh.device)
         train(training)
         training.close()
-    equal = {name: compare(training.model, model, batches[0]) for name, model in models.items()}
     if rank == 0:
-        measured = {name: times[1:] for name, times in rounds.times_s.items()}
-        (folder / "result.json").write_text(json.dumps({"times_s": measured, "equal": equal}))
+        result = {
+            "times_s": {name: times[1:] for name, times in rounds.times_s.items()},
+            "equal": {name: are_equal(training.model, model) for name, model in models.items()},
+            "loss": {n: evaluated_loss(m, batches[0]) for n, m in {OURS: training.model, **models}.items()},
+        }
+        (folder / "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
 
@@ -299,12 +298,12 @@ def report(case: Case, result: dict[str, Any]) -> None:
         ms = [1000 * value for value in values]
         cpu_ms = 1000 * statistics.median(cpu_s[name])
         print(f"| {name} | {statistics.median(ms):.1f} | {min(ms):.1f} … {max(ms):.1f} | {cpu_ms:.1f} |")
-    for name, found in result["equal"].items():
-        print(
-            f"after the same steps: loss {found['ours']:.6f} and {found['other']:.6f} ({name}), "
-            f"parameters differ by at most {found['apart']:.1e}"
-        )
-        assert math.isclose(found["ours"], found["other"], rel_tol=1e-3), f"{name} trained something else"
+    losses = ", ".join(f"{name} {loss:.6f}" for name, loss in result["loss"].items())
+    equal = [name for name, is_equal in result["equal"].items() if is_equal]
+    print(f"\nloss after the same steps: {losses}")
+    print(f"same weights as {OURS}, bit for bit: {', '.join(equal) or 'none'}")
+    # Fabric adds the norms up in the order of the optimizer's groups, and rounding grows from step to step.
+    assert {PLAIN, ACCELERATE} <= set(equal), "these loops train something else"
     for name, aim in AIMS.items():
         ratios = [theirs / ours for theirs, ours in zip(times_s[name], times_s[OURS], strict=True)]
         spread = f"{min(ratios):.3f} … {max(ratios):.3f}"
