@@ -49,20 +49,45 @@ def test_a_rank_that_was_told_to_stop_has_less_time(tmp_path):
     assert kind == CauseKind.peer_lost and message.startswith("told to stop")
 
 
-def test_steps_and_pauses_keep_it_quiet(tmp_path):
+class CountedFlag:
+    """A flag that counts how often the watchdog has looked at it."""
+
+    def __init__(self):
+        self.looks = 0
+
+    @property
+    def cause(self):
+        self.looks += 1
+        return None
+
+
+@pytest.mark.parametrize("kind", ["steps", "pause", "silence"])
+def test_steps_and_pauses_keep_it_quiet_and_silence_does_not(tmp_path, kind):
     def work(rank, world):
-        watchdog = start_watchdog(tmp_path, timeout_s=1.0)
-        end = time.monotonic() + 1.6
-        while time.monotonic() < end:
-            watchdog.beat()
-            time.sleep(0.02)
-        with watchdog.paused(), watchdog.paused():
-            time.sleep(1.6)  # three looks of the watchdog
+        now = [0.0]
+        time.monotonic = lambda: now[0]
+        flag = CountedFlag()
+        watchdog = Watchdog(flag, lambda kind, message: None, timeout_s=1.0, stop_timeout_s=1.0)
+        watchdog.start()
+
+        def pass_time(step_s, beats):
+            looks = flag.looks
+            while flag.looks < looks + 3:
+                now[0] += step_s
+                if beats:
+                    watchdog.beat()
+                threading.Event().wait(0.01)
+
+        if kind == "pause":
+            with watchdog.paused(), watchdog.paused():
+                pass_time(10.0, beats=False)
+        else:
+            pass_time(0.9, beats=kind == "steps")
         watchdog.close()
         return "alive"
 
-    assert run_ranks(1, work, allow_exit=True) == ["alive"]
-    assert not (tmp_path / "cause.json").exists()
+    wanted = Exited(1) if kind == "silence" else "alive"
+    assert run_ranks(1, work, allow_exit=True) == [wanted]
 
 
 def test_closing_leaves_no_thread(tmp_path):
