@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import os
 import platform
@@ -20,7 +19,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,21 +29,24 @@ import accelerate
 import lightning
 import torch
 import torch.distributed as dist
-from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
-from lightning.fabric.strategies import DDPStrategy
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LambdaLR
-
-from hpctrain.config.schema import (
-    CheckpointConfig,
-    ClusterConfig,
-    Config,
-    DataConfig,
-    Device,
-    OptimConfig,
-    VisionConfig,
+from loops import (
+    ACCELERATE,
+    BUILDERS,
+    CLIP_NORM,
+    EPOCHS,
+    FABRIC,
+    LR,
+    PLAIN,
+    WARMUP_EPOCHS,
+    WEIGHT_DECAY,
+    WORLD,
+    Step,
+    global_loss,
+    make_schedule,
 )
+from torch import nn
+
+from hpctrain.config import schema
 from hpctrain.core.feed import Feed
 from hpctrain.core.mesh import build_mesh
 from hpctrain.core.stop import SignalFlag
@@ -57,14 +59,9 @@ from hpctrain.plan.plan import make_plan
 from hpctrain.run.causes import CauseKind
 from hpctrain.run.directory import RunDirectory
 
-WORLD = 2
 NUM_BATCHES = 8  # in memory, taken in turn
-LR, WEIGHT_DECAY, CLIP_NORM, EPOCHS, WARMUP_EPOCHS = 1e-3, 0.05, 5.0, 100, 1
-DDP_SETTINGS: dict[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": 25}
-OURS, PLAIN, FABRIC, ACCELERATE = "hpctrain", "hand-written", "Lightning Fabric", "Accelerate"
+OURS = "hpctrain"
 AIMS = {PLAIN: 0.98, FABRIC: 1.0, ACCELERATE: 1.0}
-
-Step = Callable[[Any, int], None]  # a batch and the number of the step
 
 
 @dataclass(frozen=True)
@@ -79,96 +76,24 @@ class Case:
 CASES = [Case("resnet10t", (64, 56), 16), Case("resnet18", (112, 112), 8)]
 
 
-def make_config(case: Case, root: Path) -> Config:
-    return Config(
-        model=VisionConfig(backbone=case.backbone, embedding_dim=128, image_size=list(case.image_size)),
-        cluster=ClusterConfig(ranks_per_node=WORLD),
-        data=DataConfig(root=str(root), num_workers=0),
-        optim=OptimConfig(
-            lr=LR,
-            weight_decay=WEIGHT_DECAY,
-            clip_norm=CLIP_NORM,
-            num_epochs=EPOCHS,
-            warmup_epochs=WARMUP_EPOCHS,
-            global_batch_size=case.per_rank * WORLD,
+def make_config(case: Case, root: Path) -> schema.Config:
+    optim: dict[str, Any] = {
+        "lr": LR,
+        "weight_decay": WEIGHT_DECAY,
+        "clip_norm": CLIP_NORM,
+        "num_epochs": EPOCHS,
+    }
+    size = list(case.image_size)
+    return schema.Config(
+        model=schema.VisionConfig(backbone=case.backbone, embedding_dim=128, image_size=size),
+        cluster=schema.ClusterConfig(ranks_per_node=WORLD),
+        data=schema.DataConfig(root=str(root), num_workers=0),
+        optim=schema.OptimConfig(
+            warmup_epochs=WARMUP_EPOCHS, global_batch_size=case.per_rank * WORLD, **optim
         ),
-        checkpoint=CheckpointConfig(every_steps=0),
+        checkpoint=schema.CheckpointConfig(every_steps=0),
         eval_every_epochs=0,
     )
-
-
-def make_schedule(steps_per_epoch: int) -> Callable[[int], float]:
-    """Share of the learning rate at a step: linear warm-up, then half a cosine."""
-    warmup, total = WARMUP_EPOCHS * steps_per_epoch, EPOCHS * steps_per_epoch
-
-    def share(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
-
-    return share
-
-
-def global_loss(sums: dict[str, Tensor], batch: Any) -> Tensor:
-    """Mean over the global batch; DDP averages over ranks."""
-    return WORLD * sum((sums[term] / batch.counts[term] for term in sums), torch.zeros(()))
-
-
-def build_plain(model: nn.Module, groups: list[dict[str, Any]], share: Callable[[int], float]) -> Step:
-    optimizer = torch.optim.AdamW(groups, lr=LR, fused=True)
-    replica = DistributedDataParallel(model, **DDP_SETTINGS)
-    replica.broadcast_buffers = False
-
-    def step(batch: Any, number: int) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = LR * share(number)
-        optimizer.zero_grad()
-        global_loss(replica(batch), batch).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-        optimizer.step()
-
-    return step
-
-
-def build_fabric(model: nn.Module, groups: list[dict[str, Any]], share: Callable[[int], float]) -> Step:
-    strategy = DDPStrategy(process_group_backend="gloo", **DDP_SETTINGS)
-    fabric = lightning.Fabric(accelerator="cpu", devices=WORLD, strategy=strategy)
-    fabric.launch()
-    replica, optimizer = fabric.setup(model, torch.optim.AdamW(groups, lr=LR, fused=True))
-    replica._forward_module.broadcast_buffers = False
-    scheduler = LambdaLR(optimizer, share)
-
-    def step(batch: Any, number: int) -> None:
-        optimizer.zero_grad()
-        fabric.backward(global_loss(replica(batch), batch))
-        fabric.clip_gradients(replica, optimizer, max_norm=CLIP_NORM)
-        optimizer.step()
-        scheduler.step()
-
-    return step
-
-
-def build_accelerate(model: nn.Module, groups: list[dict[str, Any]], share: Callable[[int], float]) -> Step:
-    accelerator = accelerate.Accelerator(
-        cpu=True,
-        kwargs_handlers=[DistributedDataParallelKwargs(**DDP_SETTINGS)],
-        dataloader_config=DataLoaderConfiguration(split_batches=True),  # the schedule counts global steps
-    )
-    plain = torch.optim.AdamW(groups, lr=LR, fused=True)
-    replica, optimizer, scheduler = accelerator.prepare(model, plain, LambdaLR(plain, share))
-    replica.broadcast_buffers = False
-
-    def step(batch: Any, number: int) -> None:
-        optimizer.zero_grad()
-        accelerator.backward(global_loss(replica(batch), batch))
-        accelerator.clip_grad_norm_(replica.parameters(), CLIP_NORM)
-        optimizer.step()
-        scheduler.step()
-
-    return step
-
-
-BUILDERS = {PLAIN: build_plain, FABRIC: build_fabric, ACCELERATE: build_accelerate}
 
 
 def build_others(training: Training) -> tuple[dict[str, Step], dict[str, nn.Module]]:
@@ -236,8 +161,8 @@ def run_rank(rank: int, case: Case, folder: Path, port: int, num_rounds: int, nu
     facts = f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE={WORLD} LOCAL_WORLD_SIZE={WORLD} GROUP_RANK=0 "
     facts += f"MASTER_ADDR=127.0.0.1 MASTER_PORT={port} TORCHELASTIC_RUN_ID=bench "
     facts += "OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo"
-    os.environ.update(fact.split("=") for fact in facts.split())
-    mesh = build_mesh(rank, rank, WORLD, Device.cpu, "127.0.0.1", port, 120)
+    os.environ.update(dict(fact.split("=") for fact in facts.split()))
+    mesh = build_mesh(rank, rank, WORLD, schema.Device.cpu, "127.0.0.1", port, 120)
     config, flag = make_config(case, folder / "faces"), SignalFlag()
     run = RunDirectory(folder / f"run_{case.backbone}")
     with open(folder / f"{case.backbone}_{rank}.log", "w", buffering=1) as log, redirect_stdout(log):
