@@ -11,6 +11,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from hpctrain.config.schema import Device
 
+JOIN_TIMEOUT_S = 300.0
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -32,7 +34,11 @@ class Mesh:
 def build_mesh(
     rank: int, local_rank: int, world_size: int, device: Device, address: str, port: int, timeout_s: float
 ) -> Mesh:
-    """Join the other ranks. Raises RuntimeError when they do not come within `timeout_s`."""
+    """Join the other ranks. Raises RuntimeError when they do not come within JOIN_TIMEOUT_S.
+
+    `timeout_s` bounds each collective: longer than what the watchdog calls a hang, or it would look like
+    a lost peer.
+    """
     timeout = timedelta(seconds=timeout_s)
     where = torch.device("cpu")
     backend = "gloo"
@@ -41,7 +47,9 @@ def build_mesh(
         where = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(where)
         backend = "cpu:gloo,cuda:nccl"
-    store = TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout)
+    store = TCPStore(
+        address, port, world_size, is_master=rank == 0, timeout=timedelta(seconds=JOIN_TIMEOUT_S)
+    )
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)

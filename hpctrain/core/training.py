@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -11,17 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpctrain.checkpoint import reader, store, writer
 from hpctrain.config.schema import Config, Precision, VisionConfig
 from hpctrain.core import rng
 from hpctrain.core.data_parallel import apply_data_parallel, settle_buckets, sync_buffers
 from hpctrain.core.evaluate import evaluate
 from hpctrain.core.feed import Feed
 from hpctrain.core.flops import count_training_flops
+from hpctrain.core.keeper import Keeper
 from hpctrain.core.mesh import Mesh
 from hpctrain.core.metrics import Deferred, Meter, Reporter
 from hpctrain.core.optim import Ema, build_optimizer, learning_rate
-from hpctrain.core.state import Progress, make_state, restore_state
 from hpctrain.core.step import TrainStep
 from hpctrain.core.stop import AgreedStop, SignalFlag
 from hpctrain.core.sync_batchnorm import apply_sync_batchnorm
@@ -35,7 +33,6 @@ from hpctrain.plan.hardware import find_hardware
 from hpctrain.plan.plan import RunPlan
 from hpctrain.run.causes import CauseKind
 from hpctrain.run.directory import RunDirectory, write_json
-from hpctrain.run.ledger import Ledger
 
 STOP_TIMEOUT_S = 5.0  # beyond the longest step so far: Slurm kills soon after a peer has died
 EVAL_BATCH_SIZE = 64
@@ -55,10 +52,9 @@ class Training:
         leave: Callable[[CauseKind, str], None],
     ) -> None:
         self.config, self.plan, self.run, self.attempt, self.mesh = config, plan, run, attempt, mesh
-        self.ledger = Ledger(run.ledger)
-        self.progress = Progress()
         self._build_model()
-        self._restore()
+        self.keeper = Keeper(config, run, attempt, mesh, self.model, self.optimizer, self.ema)
+        self.progress = self.keeper.restore()
         self._build_feed()
         self.stop = AgreedStop(
             flag,
@@ -93,33 +89,6 @@ class Training:
             make_parameter_groups(self.model, config.optim.weight_decay), config.optim
         )
         self.ema = Ema(self.model, config.optim.ema_decay) if config.optim.ema_decay is not None else None
-
-    def _restore(self) -> None:
-        """Go on from the newest sound checkpoint, if there is one. Collective."""
-        state = make_state(self.model, self.optimizer, self.ema, self.mesh.device)
-        loaded = reader.load(
-            self.run.checkpoints,
-            state=state,
-            group=self.mesh.control,
-            timeout_s=self.config.checkpoint.timeout_s,
-        )
-        rng.seed_rank(self.config.seed, self.mesh.rank, loaded.step if loaded else 0)
-        if loaded is None:
-            # To have something to load into, an empty step was made: Adam would count it as one.
-            self.optimizer.state.clear()
-        else:
-            restore_state(state, loaded.per_rank, self.model, self.optimizer, self.mesh.device)
-            self.progress = Progress.from_facts(loaded.step, loaded.facts)
-        if self.mesh.rank == 0:
-            for name, reason in loaded.skipped if loaded else []:
-                print(f"hpctrain: checkpoint {name} was passed over: {reason}", flush=True)
-            self.ledger.append(
-                "restored",
-                attempt=self.attempt,
-                step=self.progress.step,
-                checkpoint=loaded.path.name if loaded else None,
-                skipped=loaded.skipped if loaded else [],
-            )
 
     def _build_feed(self) -> None:
         config, mesh = self.config, self.mesh
@@ -281,41 +250,8 @@ class Training:
                 f"the gradient norm is {float(self.grad_norm)} at step {step}: not saved"
             )
         with self.watchdog.paused():
-            sync_buffers(self.model, self.ema)
-            samples_hash = self.progress.total_hash(self.mesh)
-            facts = self.progress.to_facts(samples_hash)
-            path = writer.save(
-                self.run.checkpoints,
-                step=step,
-                attempt=self.attempt,
-                state=make_state(self.model, self.optimizer, self.ema, self.mesh.device),
-                facts=facts,
-                group=self.mesh.control,
-                timeout_s=self.config.checkpoint.timeout_s,
-                layout={"dp_replicate": self.plan.layout.dp_replicate},
-            )
-            self.progress.saved_step = step
-            self._note_saved(path, facts)
+            self.keeper.save(self.progress, {"dp_replicate": self.plan.layout.dp_replicate})
         self.meter.restart(self.feed.waited_s)
-
-    def _note_saved(self, path: Path, facts: dict[str, Any]) -> None:
-        damaged = self.mesh.gather_objects(self.progress.damaged)
-        self.progress.damaged = []
-        if damaged is None:
-            return
-        found: list[Any] = [entry for rank in damaged for entry in rank]  # type: ignore[attr-defined]
-        if found:
-            self.ledger.append("damaged", attempt=self.attempt, samples=found)
-        self.ledger.append(
-            "saved", attempt=self.attempt, step=self.progress.step, checkpoint=path.name, **facts
-        )
-        keep = self.config.checkpoint
-        store.retain(
-            self.run.checkpoints,
-            keep_last=keep.keep_last,
-            keep_every_steps=keep.keep_every_steps,
-            attempt=self.attempt,
-        )
 
     def close(self) -> None:
         """End reporting and the watchdog after a regular end."""
@@ -324,9 +260,3 @@ class Training:
             self.reporter.close()
         self.watchdog.close()  # everything is saved: workers may take their time to end
         self.feed.close()
-
-
-def data_facts(run: RunDirectory) -> dict[str, Any]:
-    """What the run's data gave its heads: `num_identities`, `behaviours`."""
-    facts: dict[str, Any] = json.loads(run.data_facts.read_text())
-    return facts

@@ -14,8 +14,6 @@ from hpctrain.core.stop import PeerLostError, SignalFlag
 from hpctrain.run.causes import CauseKind, leave_cause
 from hpctrain.run.directory import RunDirectory
 
-JOIN_TIMEOUT_S = 300.0
-
 # What Gloo and NCCL say when a peer's process has ended.
 _PEER_WORDS = re.compile(
     r"closed by peer|reset by peer|broken pipe|timed out|connection refused|remote process exited|went away"
@@ -82,7 +80,7 @@ class Rank:
             config.cluster.device,
             facts.master_addr,
             facts.master_port,
-            JOIN_TIMEOUT_S,
+            config.hang_timeout_s + 60,
         )
         training = Training(config, plan, self.run, self.attempt, mesh, flag, self.leave)
         self.training = training
