@@ -8,10 +8,6 @@ import torch._dynamo  # noqa: F401  every optimizer imports it: once here, not i
 from hpctrain.data.synthetic import make_faces
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: takes more than 20 s")
-
-
 @pytest.fixture(scope="session")
 def faces(tmp_path_factory):
     """Six people to train on and two to verify, four small images each."""

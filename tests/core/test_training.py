@@ -165,7 +165,6 @@ def losses_and_keys(rank, world, faces, folder, compiled):
     return [(record["loss"], record["mfu"] > 0) for record in records_of(folder, "train")]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on the CPU needs g++")
 def test_a_compiled_backbone_trains_the_same_and_keeps_its_names(faces, tmp_path):
     plain = run_ranks(1, losses_and_keys, faces, tmp_path / "plain", False)[0]
