@@ -25,7 +25,21 @@ from tests.helpers.runs import FACES, Cluster, Run
 pytestmark = pytest.mark.slurm
 TRAIN = [f"s{n}" for n in range(1, 31)]
 VERIFY = [f"s{n}" for n in range(31, 41)]
-RECIPE: list[str] = ["cluster.ranks_per_node=2"]
+RECIPE = [
+    "cluster.ranks_per_node=2",
+    "model.margin_rad=0.5",
+    "model.margin_scale=16",
+    "model.drop_rate=0.2",
+    "data.random_crop_min_scale=0.8",
+    "data.color_jitter=0",
+    "optim.global_batch_size=60",
+    "optim.num_epochs=20",
+    "optim.warmup_epochs=2",
+    "optim.lr=3e-3",
+    "optim.clip_norm=null",
+    "log_every_steps=10",
+    "checkpoint.every_steps=50",
+]
 
 
 def pixels(people: list[str]) -> tuple[np.ndarray, np.ndarray]:
