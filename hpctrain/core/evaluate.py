@@ -11,6 +11,7 @@ from torch import nn
 
 from hpctrain.core.mesh import Mesh
 from hpctrain.core.stop import AgreedStop
+from hpctrain.core.watchdog import Watchdog
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 
@@ -21,6 +22,7 @@ def evaluate(
     metrics: Callable[[Arrays], dict[str, float]],
     mesh: Mesh,
     stop: AgreedStop,
+    watchdog: Watchdog,
 ) -> dict[str, float] | None:
     """Run the model's `eval_outputs` over this rank's batches, gather, and compute metrics on rank 0.
 
@@ -38,11 +40,13 @@ def evaluate(
                 outputs = model.eval_outputs(batch.to(mesh.device, non_blocking=True))  # type: ignore[operator]
                 collected.append(outputs)
                 stop.post()
+                watchdog.beat()
     finally:
         model.train(training)
     own = {key: torch.cat([o[key] for o in collected]).cpu().numpy() for key in collected[0]}
-    gathered = mesh.gather_objects(own)
-    if gathered is None:
-        return {}
-    parts: list[Any] = gathered
-    return metrics({key: np.concatenate([part[key] for part in parts]) for key in own})
+    with watchdog.paused():  # collectives have their own time-out, and metrics of many images take a while
+        gathered = mesh.gather_objects(own)
+        if gathered is None:
+            return {}
+        parts: list[Any] = gathered
+        return metrics({key: np.concatenate([part[key] for part in parts]) for key in own})

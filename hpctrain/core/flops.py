@@ -20,7 +20,8 @@ def count_training_flops(model: nn.Module, microbatch: Any) -> float:
     try:
         # Attention as plain matrix products: fused kernels are not all known to the counter.
         plain_attention = sdpa_kernel(SDPBackend.MATH)
-        with torch.no_grad(), plain_attention, FlopCounterMode(display=False) as counter:
+        eager = torch.compiler.set_stance("force_eager")  # operators inside a compiled graph are not seen
+        with eager, torch.no_grad(), plain_attention, FlopCounterMode(display=False) as counter:
             model(microbatch)
     finally:
         model.train(training)

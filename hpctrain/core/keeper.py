@@ -11,7 +11,6 @@ from torch import nn
 from hpctrain.checkpoint import reader, store, writer
 from hpctrain.config.schema import Config
 from hpctrain.core import rng
-from hpctrain.core.data_parallel import sync_buffers
 from hpctrain.core.mesh import Mesh
 from hpctrain.core.optim import Ema
 from hpctrain.core.state import Progress, make_state, restore_state
@@ -69,8 +68,8 @@ class Keeper:
         return progress
 
     def save(self, progress: Progress, layout: dict[str, Any]) -> None:
-        """Write a checkpoint of this step. Raises CheckpointError on every rank if it failed on any."""
-        sync_buffers(self.model, self.ema)
+        """Write a checkpoint of this step, buffers being equal on all ranks. Raises CheckpointError on every
+        rank if it failed on any."""
         facts = progress.to_facts(progress.total_hash(self.mesh))
         path = writer.save(
             self.run.checkpoints,

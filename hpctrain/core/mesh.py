@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from hpctrain.config.schema import Device
+from hpctrain.errors import RunError
 
 JOIN_TIMEOUT_S = 300.0
 
@@ -31,6 +32,20 @@ class Mesh:
         return gathered
 
 
+def device_index(local_rank: int, num_visible: int) -> int:
+    """Which of the visible GPUs is this rank's: the only one, or the one with its number."""
+    if num_visible == 1:
+        return 0  # each task was given a GPU of its own
+    if local_rank >= num_visible:
+        raise RunError(
+            f"local rank {local_rank} has no GPU",
+            f"{num_visible} GPUs are visible"
+            + ("" if num_visible else ": is there a driver that torch can use?"),
+            "ask for as many GPUs as there are ranks on a node (cluster.ranks_per_node, cluster.gpu_request)",
+        )
+    return local_rank
+
+
 def build_mesh(
     rank: int, local_rank: int, world_size: int, device: Device, address: str, port: int, timeout_s: float
 ) -> Mesh:
@@ -43,8 +58,7 @@ def build_mesh(
     where = torch.device("cpu")
     backend = "gloo"
     if device is Device.cuda:
-        # With CUDA_VISIBLE_DEVICES bound to one GPU per task there is only index 0.
-        where = torch.device("cuda", local_rank % torch.cuda.device_count())
+        where = torch.device("cuda", device_index(local_rank, torch.cuda.device_count()))
         torch.cuda.set_device(where)
         backend = "cpu:gloo,cuda:nccl"
     store = TCPStore(

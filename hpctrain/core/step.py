@@ -41,9 +41,15 @@ class TrainStep:
         self.term_weights: dict[str, float] = dict(model.term_weights)  # type: ignore[arg-type]
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
+    def autocast(self) -> torch.autocast:
+        """The number format of forward passes, as a context."""
+        return torch.autocast(
+            self.device.type, torch.bfloat16, enabled=self.optim.precision is Precision.bf16
+        )
+
     def loss(self, model: nn.Module, microbatch: Any) -> Tensor:
         """This microbatch's share of the global loss, times world_size."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.optim.precision is Precision.bf16):
+        with self.autocast():
             sums = model(microbatch)
         shares = [
             sums[term] * (weight / max(1.0, microbatch.counts[term]))

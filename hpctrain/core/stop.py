@@ -59,14 +59,15 @@ class AgreedStop:
         *,
         stop_file: Path | None,
         timeout_s: float,
-        stop_timeout_s: float,
+        stop_timeouts_s: dict[CauseKind, float],
     ) -> None:
         """`group` is a Gloo group of all ranks, None for a single one. `stop_file` is given to rank 0 alone.
 
-        `timeout_s` bounds the wait for an answer, `stop_timeout_s` that of a rank which has been signalled.
+        `timeout_s` bounds the wait for an answer, `stop_timeouts_s` that of a rank which was told to stop. A
+        dead peer shows at once, by its closed connections; only a silent one is waited for.
         """
         self.flag, self.group, self.stop_file = flag, group, stop_file
-        self.timeout_s, self.stop_timeout_s = timeout_s, stop_timeout_s
+        self.timeout_s, self.stop_timeouts_s = timeout_s, stop_timeouts_s
         self._pending: tuple[Any, Any] | None = None
         self._agreed: CauseKind | None = None
         self._looked_at = -STOP_FILE_POLL_S
@@ -96,7 +97,9 @@ class AgreedStop:
     def _wait(self, work: Any) -> None:
         start = time.monotonic()
         while not work.is_completed():
-            limit = self.stop_timeout_s if self.flag.cause else self.timeout_s
+            limit = self.timeout_s
+            if self.flag.cause is not None:
+                limit = self.stop_timeouts_s.get(self.flag.cause, self.timeout_s)
             if time.monotonic() - start > limit:
                 raise PeerLostError(f"the ranks did not agree whether to stop within {limit:.0f} s")
             time.sleep(0.0002)

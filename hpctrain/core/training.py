@@ -34,7 +34,7 @@ from hpctrain.plan.plan import RunPlan
 from hpctrain.run.causes import CauseKind
 from hpctrain.run.directory import RunDirectory, write_json
 
-STOP_TIMEOUT_S = 5.0  # beyond the longest step so far: Slurm kills soon after a peer has died
+PREEMPTION_TIMEOUT_S = 20.0  # how long a silent peer is waited for when grace may be short
 EVAL_BATCH_SIZE = 64
 
 
@@ -52,6 +52,14 @@ class Training:
         leave: Callable[[CauseKind, str], None],
     ) -> None:
         self.config, self.plan, self.run, self.attempt, self.mesh = config, plan, run, attempt, mesh
+        stop_timeouts_s = {
+            CauseKind.preemption: PREEMPTION_TIMEOUT_S,
+            CauseKind.time_limit: max(PREEMPTION_TIMEOUT_S, config.cluster.signal_lead_s / 2),
+        }
+        self.watchdog = Watchdog(
+            flag, leave, timeout_s=config.hang_timeout_s, stop_timeouts_s=stop_timeouts_s
+        )
+        self.watchdog.start()
         self._build_model()
         self.keeper = Keeper(config, run, attempt, mesh, self.model, self.optimizer, self.ema)
         self.progress = self.keeper.restore()
@@ -61,11 +69,9 @@ class Training:
             mesh.control if mesh.world_size > 1 else None,
             stop_file=run.stop if mesh.rank == 0 else None,
             timeout_s=config.hang_timeout_s,
-            stop_timeout_s=STOP_TIMEOUT_S,
+            stop_timeouts_s=stop_timeouts_s,
         )
-        self.watchdog = Watchdog(flag, leave, timeout_s=config.hang_timeout_s, stop_timeout_s=STOP_TIMEOUT_S)
         self._build_reporting()
-        self.watchdog.start()
 
     # Building, in the order of calls
 
@@ -76,6 +82,8 @@ class Training:
         self.spec = resolve_spec(config.model.kind)
         rng.seed_weights(config.seed)
         self.model = self.spec.build(config.model, facts).to(mesh.device)
+        if mesh.device.type == "cuda":
+            self.model.to(memory_format=torch.channels_last)  # what tensor cores want of convolutions
         if isinstance(config.model, VisionConfig) and config.model.sync_batchnorm:
             apply_sync_batchnorm(self.model)
         if mesh.rank == 0:
@@ -203,8 +211,7 @@ class Training:
         folder = Path(self.config.data.root) / "val"
         if not (folder / "meta.json").exists():
             return True
-        with self.watchdog.paused():
-            result = self._evaluate(folder)
+        result = self._evaluate(folder)
         if result is None:
             return False
         self.progress.evaluated_step = step
@@ -229,7 +236,8 @@ class Training:
         if self.ema is not None:
             self.ema.swap()
         try:
-            return evaluate(self.model, batches, self.spec.evaluate, self.mesh, self.stop)
+            with self.step.autocast():
+                return evaluate(self.model, batches, self.spec.evaluate, self.mesh, self.stop, self.watchdog)
         finally:
             if self.ema is not None:
                 self.ema.swap()
@@ -249,6 +257,7 @@ class Training:
             raise FloatingPointError(
                 f"the gradient norm is {float(self.grad_norm)} at step {step}: not saved"
             )
+        sync_buffers(self.model, self.ema)
         with self.watchdog.paused():
             self.keeper.save(self.progress, {"dp_replicate": self.plan.layout.dp_replicate})
         self.meter.restart(self.feed.waited_s)

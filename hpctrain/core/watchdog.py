@@ -15,8 +15,9 @@ from hpctrain.run.causes import CauseKind
 
 
 class Watchdog:
-    """Ends the process when there was no `beat` for too long: `timeout_s` in general, `stop_timeout_s` once
-    the rank was told to stop (then a peer is most likely gone, and Slurm's SIGKILL is near)."""
+    """Ends the process when there was no `beat` for too long: `timeout_s` in general (starting up included),
+    and what `stop_timeouts_s` says once the rank was told to stop for that reason and had begun to train
+    (then a peer is most likely gone, and Slurm's SIGKILL is near)."""
 
     def __init__(
         self,
@@ -24,12 +25,12 @@ class Watchdog:
         leave: Callable[[CauseKind, str], None],
         *,
         timeout_s: float,
-        stop_timeout_s: float,
+        stop_timeouts_s: dict[CauseKind, float],
     ) -> None:
         self._flag, self._leave = flag, leave
-        self._timeout_s, self._stop_timeout_s = timeout_s, stop_timeout_s
+        self._timeout_s, self._stop_timeouts_s = timeout_s, stop_timeouts_s
         self._last = time.monotonic()
-        self._longest = 0.0
+        self._longest: float | None = None  #: s between two beats
         self._paused = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -41,12 +42,12 @@ class Watchdog:
     def beat(self) -> None:
         """A step is done."""
         now = time.monotonic()
-        self._longest = max(self._longest, now - self._last)
+        self._longest = max(self._longest or 0.0, now - self._last)
         self._last = now
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """For work that has deadlines of its own: saving, evaluating."""
+        """For work that has deadlines of its own, such as a save."""
         self._paused += 1
         try:
             yield
@@ -68,9 +69,12 @@ class Watchdog:
             silent = time.monotonic() - self._last
             if silent > self._timeout_s:
                 self._end(CauseKind.hang, f"no step for {silent:.0f} s")
+            stop_timeout_s = self._stop_timeouts_s.get(self._flag.cause) if self._flag.cause else None
+            if told is None or stop_timeout_s is None or self._longest is None:
+                continue
             # A step may have been under way for as long as the longest one took so far.
-            limit = self._stop_timeout_s + 2 * self._longest
-            if told is not None and time.monotonic() - max(told, self._last) > limit:
+            limit = stop_timeout_s + 2 * self._longest
+            if time.monotonic() - max(told, self._last) > limit:
                 self._end(CauseKind.peer_lost, f"told to stop, and no step for {limit:.0f} s since")
 
     def _end(self, kind: CauseKind, message: str) -> None:
@@ -78,5 +82,7 @@ class Watchdog:
             return
         print(f"hpctrain: {kind}: {message}; what every thread was doing:", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        self._leave(kind, message)
-        os._exit(1)
+        try:
+            self._leave(kind, message)
+        finally:
+            os._exit(1)

@@ -25,7 +25,10 @@ class JobStatus(StrEnum):
     """How the supervisor's own job stands when the ranks have ended."""
 
     none = "none"  # no Slurm around us
+    interrupted = "interrupted"  # no Slurm around us, and somebody told us to end
     running = "running"
+    preempted = "preempted"  # in its grace: still running, but not for long
+    unreachable = "unreachable"  # the controller does not answer
     cancelled = "cancelled"
     timed_out = "timed_out"  # ended by Slurm at its time limit, which is no wish to end the run
     leaving = "leaving"  # neither running nor cancelled: requeued or preempted by Slurm
@@ -66,6 +69,17 @@ def _without_progress(attempts: list[Attempt]) -> int:
     return count
 
 
+def refuse_start(attempts: list[Attempt], budget: BudgetConfig) -> Decision | None:
+    """Why the ranks must not be started again, whoever brought the job back (Slurm does not ask us)."""
+    idle = _without_progress(attempts)
+    if idle >= budget.no_progress:
+        return Decision(Action.fail, f"no progress in {idle} attempts (budget.no_progress)")
+    lost = _count(attempts, _NODE)
+    if lost > budget.node_failure:
+        return Decision(Action.fail, f"budget.node_failure={budget.node_failure} is used up")
+    return None
+
+
 def decide(cause: AttemptCause, attempts: list[Attempt], budget: BudgetConfig, status: JobStatus) -> Decision:
     """The next action. `attempts` is the history since a person sent the run, the one that just ended last.
 
@@ -81,11 +95,15 @@ def decide(cause: AttemptCause, attempts: list[Attempt], budget: BudgetConfig, s
         return Decision(Action.stop, "the job was cancelled")
     if status is JobStatus.leaving:
         return Decision(Action.leave, "Slurm has taken the job back and decides whether it starts again")
-    if status is JobStatus.none and kind in (CauseKind.preemption, CauseKind.time_limit):
+    if status is JobStatus.interrupted or (
+        status is JobStatus.none and kind in (CauseKind.preemption, CauseKind.time_limit)
+    ):
         return Decision(Action.stop, "interrupted")
-    idle = _without_progress(attempts)
-    if idle >= budget.no_progress:
-        return Decision(Action.fail, f"no progress in {idle} attempts; last cause: {cause.message or kind}")
+    if status is JobStatus.unreachable:
+        return Decision(Action.fail, f"{kind}, and Slurm's controller does not answer")
+    exhausted = refuse_start(attempts, budget)
+    if exhausted is not None:
+        return Decision(Action.fail, f"{exhausted.reason}; last cause: {cause.message or kind}")
     limits = {
         CauseKind.preemption: ("preemption", budget.preemption),
         CauseKind.time_limit: ("time_limit", budget.time_limit),
@@ -97,7 +115,7 @@ def decide(cause: AttemptCause, attempts: list[Attempt], budget: BudgetConfig, s
     if used > limit:
         return Decision(Action.fail, f"budget.{name}={limit} is used up; last cause: {cause.message or kind}")
     gives_back = kind in (CauseKind.preemption, CauseKind.time_limit, CauseKind.node_failure)
-    if gives_back or status is JobStatus.timed_out:
+    if gives_back or status in (JobStatus.timed_out, JobStatus.preempted):
         action = Action.relaunch if status is JobStatus.none else Action.requeue
         return Decision(action, f"{kind}: start again ({used} of {limit})")
     return Decision(Action.relaunch, f"{kind}: start the ranks again ({used} of {limit})")

@@ -61,6 +61,7 @@ class RankFacts:
     world_size: int
     master_addr: str
     master_port: int
+    is_child: bool  #: started by the supervisor itself, without Slurm
 
 
 def rank_environment(rank: int, local_rank: int, world_size: int) -> dict[str, str]:
@@ -75,9 +76,10 @@ def rank_environment(rank: int, local_rank: int, world_size: int) -> dict[str, s
 def rank_facts(environment: Mapping[str, str] = os.environ) -> RankFacts:
     """Who this process is: from our own variables, else from srun's."""
     names = ("HPCTRAIN_RANK", "HPCTRAIN_RANK_LOCAL", "HPCTRAIN_RANK_WORLD")
-    if names[0] not in environment:
+    is_child = names[0] in environment
+    if not is_child:
         names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
     rank, local_rank, world_size = (int(environment[name]) for name in names)
     return RankFacts(
-        rank, local_rank, world_size, environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        rank, local_rank, world_size, environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), is_child
     )

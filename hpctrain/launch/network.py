@@ -37,8 +37,9 @@ def free_port() -> int:
 
 
 def head_address(nodes: list[NodeInfo], resolve: Callable[[str], str] = socket.gethostbyname) -> str:
-    """Where the other nodes reach the first one: its name if it resolves to an address that others can use,
-    else what Slurm knows as its NodeAddr. Raises ClusterError if neither can work."""
+    """Where the other nodes reach the first one, on which we are: its name if it resolves to an address that
+    others can use (Debian resolves a host's own name to 127.0.1.1), what Slurm knows as its NodeAddr, or our
+    own address on the way to the second node. Raises ClusterError if none can work."""
     head = nodes[0]
     shared_host = all(_is_loopback(node.address) for node in nodes)
     found = []
@@ -51,11 +52,24 @@ def head_address(nodes: list[NodeInfo], resolve: Callable[[str], str] = socket.g
         if not _is_loopback(address) or len(nodes) == 1 or shared_host:
             return address
         found.append(f"{candidate} is {address}, which other nodes cannot reach")
+    own = own_address_towards(nodes[1].address, resolve)
+    if own is not None and not _is_loopback(own):
+        return own
     raise ClusterError(
         f"the ranks need the address of node {head.name}",
         "; ".join(found),
         "ask the administrator for a NodeAddr that other nodes can reach",
     )
+
+
+def own_address_towards(host: str, resolve: Callable[[str], str] = socket.gethostbyname) -> str | None:
+    """This host's own address on the way to another one; None if that cannot be reached. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((resolve(host), 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
 
 
 def _is_loopback(address: str) -> bool:
@@ -73,12 +87,10 @@ def interface_towards(address: str) -> str | None:
     import fcntl
     import struct
 
+    own = own_address_towards(address)
+    if own is None:
+        return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))
-        except OSError:
-            return None
-        own = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             try:
                 reply = fcntl.ioctl(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 from hpctrain.core.stop import PeerLostError, SignalFlag
 from hpctrain.run.causes import CauseKind, leave_cause
 from hpctrain.run.directory import RunDirectory
+
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 # What Gloo and NCCL say when a peer's process has ended.
 _PEER_WORDS = re.compile(
@@ -85,8 +89,8 @@ class Rank:
         training = Training(config, plan, self.run, self.attempt, mesh, flag, self.leave)
         self.training = training
         kind = train(training)
-        training.close()
         self.leave(kind, str(kind))
+        training.close()
         torch.distributed.destroy_process_group()
 
 
@@ -99,10 +103,14 @@ def main() -> NoReturn:
     flag.install()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     facts = rank_facts()
+    if facts.is_child:
+        # Without Slurm nobody else would end the ranks of a supervisor that was killed.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         interface = interface_towards(facts.master_addr)
         if interface:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": eth1 is not eth10
     rank = Rank(RunDirectory(Path(sys.argv[1])), sys.argv[2], facts.rank)
     try:
         rank.work(flag)
@@ -110,10 +118,12 @@ def main() -> NoReturn:
     except BaseException as error:
         traceback.print_exc()
         kind = classify_error(error)
-        rank.leave(kind, f"{type(error).__name__}: {str(error).strip() or 'no message'}"[:2000], error)
         code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+        with suppress(OSError):  # a full disk must not keep this rank alive
+            rank.leave(kind, f"{type(error).__name__}: {str(error).strip() or 'no message'}"[:2000], error)
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)  # a lost peer would block the orderly way out, and grace is short
 
 

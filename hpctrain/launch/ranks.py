@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from typing import BinaryIO
+from collections.abc import Callable
+from typing import Any, BinaryIO
 
 from hpctrain import slurm
 from hpctrain.config.schema import ClusterConfig, Config, Device, GpuRequest
+from hpctrain.errors import ClusterError
 from hpctrain.launch import network
 from hpctrain.launch.environment import allocation, rank_environment, scrubbed
 from hpctrain.launch.snapshot import current_code
@@ -18,6 +20,9 @@ from hpctrain.plan.plan import RunPlan
 from hpctrain.run.directory import RunDirectory
 
 PEERS_LEAVE_S = 60  # how long the other ranks may go on after one has ended
+STEP_START_S = 600  # how long srun may wait for the resources of our own allocation
+
+Ask = Callable[[Callable[[], Any]], Any]  # asks Slurm, patiently
 
 
 def gpu_option(cluster: ClusterConfig) -> list[str]:
@@ -35,8 +40,8 @@ class _Ranks:
 
     nodes: list[str]
 
-    def __init__(self, run: RunDirectory, config: Config, plan: RunPlan, attempt: str) -> None:
-        self.run, self.config, self.plan, self.attempt = run, config, plan, attempt
+    def __init__(self, run: RunDirectory, config: Config, plan: RunPlan, attempt: str, ask: Ask) -> None:
+        self.run, self.config, self.plan, self.attempt, self.ask = run, config, plan, attempt, ask
         self.code = current_code(run.code)
 
     def command(self) -> list[str]:
@@ -53,6 +58,8 @@ class _Ranks:
             "PYTHONSAFEPATH": "1",  # the folder we stand in must not shadow the frozen code
             "OMP_NUM_THREADS": str(cluster.cpus_per_rank),
         }
+        if self.config.deterministic:
+            chosen["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with it
         if cluster.network_interface:
             chosen["NCCL_SOCKET_IFNAME"] = chosen["GLOO_SOCKET_IFNAME"] = cluster.network_interface
         return {**chosen, **cluster.env}
@@ -61,11 +68,11 @@ class _Ranks:
 class SlurmRanks(_Ranks):
     """One rank per GPU through srun, inside the allocation we run in."""
 
-    def __init__(self, run: RunDirectory, config: Config, plan: RunPlan, attempt: str) -> None:
-        super().__init__(run, config, plan, attempt)
+    def __init__(self, run: RunDirectory, config: Config, plan: RunPlan, attempt: str, ask: Ask) -> None:
+        super().__init__(run, config, plan, attempt, ask)
         nodelist = allocation().nodelist
         assert nodelist is not None
-        self.node_infos = slurm.nodes(nodelist)
+        self.node_infos = ask(lambda: slurm.nodes(nodelist))
         self.nodes = [node.name for node in self.node_infos]
 
     def start(self) -> None:
@@ -81,6 +88,7 @@ class SlurmRanks(_Ranks):
             "--distribution=block",
             "--kill-on-bad-exit=1",
             f"--wait={PEERS_LEAVE_S}",
+            f"--immediate={STEP_START_S}",
             "--unbuffered",
             "--export=ALL",
             "--open-mode=append",
@@ -97,17 +105,24 @@ class SlurmRanks(_Ranks):
     def signal(self, number: int) -> None:
         """Slurm signals the steps of a job itself."""
 
+    def kill(self) -> None:
+        self.process.kill()
+
     def lost_nodes(self) -> list[str]:
         """Nodes of the allocation that Slurm no longer counts on."""
         bad = ("DOWN", "NOT_RESPONDING", "FAIL", "*")
-        return [n.name for n in slurm.nodes(",".join(self.nodes)) if any(word in n.state for word in bad)]
+        try:
+            nodes = self.ask(lambda: slurm.nodes(",".join(self.nodes)))
+        except ClusterError:
+            return []
+        return [node.name for node in nodes if any(word in node.state for word in bad)]
 
 
 class LocalRanks(_Ranks):
     """Ranks as processes of this machine. Rank 0 shares our terminal; the others write log files."""
 
-    def __init__(self, run: RunDirectory, config: Config, plan: RunPlan, attempt: str) -> None:
-        super().__init__(run, config, plan, attempt)
+    def __init__(self, run: RunDirectory, config: Config, plan: RunPlan, attempt: str, ask: Ask) -> None:
+        super().__init__(run, config, plan, attempt, ask)
         self.nodes = ["localhost"]
         self.processes: list[subprocess.Popen[bytes]] = []
         self.first_end: float | None = None
@@ -140,9 +155,12 @@ class LocalRanks(_Ranks):
         if any(code is not None for code in codes):
             self.first_end = self.first_end or time.monotonic()
             if time.monotonic() - self.first_end > PEERS_LEAVE_S:
-                for process in self.processes:
-                    process.kill()
+                self.kill()
         return None
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
 
     def signal(self, number: int) -> None:
         if not self.signalled:

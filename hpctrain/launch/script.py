@@ -97,8 +97,6 @@ def _parameters(cluster: ClusterConfig) -> dict[str, Any]:
         parameters["mem"] = f"{cluster.mem_gib}G"
     if cluster.exclusive:
         parameters["exclusive"] = True
-    if cluster.array_parallelism is not None:
-        parameters["array_parallelism"] = cluster.array_parallelism
     return {
         **parameters,
         "time": cluster.time_limit_min,

@@ -104,11 +104,11 @@ def check_not_live(run: RunDirectory) -> None:
     """One live job per folder."""
     if run.is_locked():
         raise ConfigError(f"run {run.name} is running", f"in {run.path}", f"hpctrain status {run.name}")
-    submitted = Ledger(run.ledger).last("submitted")
-    if submitted and submitted.get("job") and slurm.is_alive(submitted["job"]):
+    job = run.sent_job()
+    if job and slurm.is_alive(job):
         raise ConfigError(
             f"run {run.name} has a live job",
-            f"job {submitted['job']}",
+            f"job {job}",
             f"hpctrain status {run.name}, or hpctrain cancel {run.name}",
         )
 
@@ -147,7 +147,7 @@ def submit(config: Config, plan: RunPlan, *, new_code: bool = True) -> Submitted
         except Exception as error:  # submitit raises its own and subprocess's errors
             raise refused(error) from error
     shutil.copyfile(run.submitit / f"{job.job_id}_submission.sh", run.submit_script)
-    Ledger(run.ledger).append("submitted", job=job.job_id)
+    write_json(run.job, {"job": job.job_id})
     return Submitted(run, job.job_id, "submitted")
 
 
@@ -163,7 +163,7 @@ def run_here(config: Config, plan: RunPlan, *, new_code: bool = True) -> Submitt
                 flush=True,
             )
             make_faces(Path(config.data.root), num_identities=config.data.synthetic_identities)
-    Ledger(run.ledger).append("submitted", job=None)
+    write_json(run.job, {"job": None})
     supervise(str(run.path))
     return Submitted(run, None, "ended")
 
@@ -186,7 +186,7 @@ def run_foreground(config: Config) -> Submitted:
             "submit it, call sbatch sbatch/train.sbatch, or take cluster=local",
         )
     run = freeze(config, plan)
-    Ledger(run.ledger).append("submitted", job=job)
+    write_json(run.job, {"job": job})
     note = submit_folder() / ".hpctrain" / f"job_{job}"
     note.parent.mkdir(exist_ok=True)
     note.write_text(f"{run.path}\n")

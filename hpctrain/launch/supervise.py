@@ -6,15 +6,17 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 from hpctrain import slurm
 from hpctrain.config.load import load_config
 from hpctrain.config.schema import ClusterKind, Config
-from hpctrain.errors import ClusterError, RunError
-from hpctrain.launch.decide import Action, Decision, JobStatus, decide
+from hpctrain.errors import ClusterError, HpctrainError, RunError
+from hpctrain.launch.decide import Action, Decision, JobStatus, decide, refuse_start
 from hpctrain.launch.environment import Allocation, allocation
 from hpctrain.launch.ranks import LocalRanks, SlurmRanks
 from hpctrain.plan.plan import RunPlan
@@ -23,6 +25,11 @@ from hpctrain.run.directory import RunDirectory, make_attempt
 from hpctrain.run.ledger import Attempt, Ledger
 
 LEASE_S = 120.0  # how long a lock of a lost node may live on NFS
+CONTROLLER_S = 600.0  # how long Slurm's controller may be away
+LAST_WORD_S = 300.0  # how long ranks may take to end after the first has
+NFS_S = 5.0  # how long a file written on another node may stay unseen
+
+T = TypeVar("T")
 
 
 class Supervisor:
@@ -40,6 +47,9 @@ class Supervisor:
             return Decision(Action.done, "DONE was found: nothing to do")
         if self.run.stop.exists():
             return Decision(Action.stop, "STOP was found: remove it, or `hpctrain resume`")
+        refusal = refuse_start(self.ledger.since_frozen(), self.config.budget)
+        if refusal is not None:
+            return refusal
         while True:
             attempt = self.new_attempt()
             cause = self.run_attempt(attempt)
@@ -47,25 +57,52 @@ class Supervisor:
             if status is JobStatus.timed_out and cause.kind is CauseKind.preemption:
                 cause = AttemptCause(CauseKind.time_limit, "SIGTERM at the time limit")
             decision = decide(cause, self.attempts_with(attempt, cause), self.config.budget, status)
-            self.ledger.append(
-                "end",
-                attempt=attempt,
-                cause=cause.kind,
-                message=cause.message,
-                rank=cause.rank,
-                last_step=self.last_step(attempt),
-                decision=decision.action,
-                reason=decision.reason,
-            )
-            print(f"hpctrain: attempt {attempt} ended: {cause.kind} {cause.message}", flush=True)
-            print(f"hpctrain: {decision.action}: {decision.reason}", flush=True)
+            self.write_end(attempt, cause, decision)
+            if decision.action is Action.requeue:
+                requeued = self.requeue(decision)
+                if requeued is not decision:
+                    self.write_end(attempt, cause, requeued)
+                return requeued
             if decision.action is not Action.relaunch:
                 return decision
+
+    def write_end(self, attempt: str, cause: AttemptCause, decision: Decision) -> None:
+        """Of several ends of an attempt the last one counts."""
+        self.ledger.append(
+            "end",
+            attempt=attempt,
+            cause=cause.kind,
+            message=cause.message,
+            rank=cause.rank,
+            last_step=self.last_step(attempt),
+            decision=decision.action,
+            reason=decision.reason,
+        )
+        print(f"hpctrain: attempt {attempt} ended: {cause.kind} {cause.message}", flush=True)
+        print(f"hpctrain: {decision.action}: {decision.reason}", flush=True)
+
+    def requeue(self, decision: Decision) -> Decision:
+        """Give the job back to the queue, looking before each try whether it was cancelled meanwhile."""
+        assert self.where.job is not None
+        deadline = time.monotonic() + CONTROLLER_S
+        while True:
+            status = self.job_status()
+            if status is JobStatus.cancelled:
+                return Decision(Action.stop, "the job was cancelled")
+            if status is JobStatus.leaving:
+                return Decision(Action.leave, "Slurm has taken the job back already")
+            try:
+                slurm.requeue(self.where.job)
+                return decision  # from here on Slurm ends this job
+            except ClusterError as error:
+                if time.monotonic() > deadline or status is JobStatus.unreachable:
+                    return Decision(Action.fail, f"the job could not be requeued: {error.found}")
+            time.sleep(2.0)
 
     def run_attempt(self, attempt: str) -> AttemptCause:
         """Start the ranks, wait for their end, and say why they ended."""
         ranks = SlurmRanks if self.where.is_slurm else LocalRanks
-        launched = ranks(self.run, self.config, self.plan, attempt)
+        launched = ranks(self.run, self.config, self.plan, attempt, self.ask)
         self.ledger.append(
             "start",
             attempt=attempt,
@@ -76,34 +113,69 @@ class Supervisor:
             code=launched.code.name,
         )
         launched.start()
-        while launched.poll() is None:
-            if self.signalled is not None:
-                launched.signal(signal.SIGTERM)
-                if len(self.causes(attempt)) == self.plan.world_size:
-                    break  # all have said why; srun may take longer to end than we have to live
-            time.sleep(0.1)
-        cause = classify(self.causes(attempt), self.plan.world_size)
+        self.wait_for_ranks(launched, attempt)
+        cause = classify(self.final_causes(attempt), self.plan.world_size)
         if cause.kind in (CauseKind.killed, CauseKind.peer_lost):
             lost = launched.lost_nodes()
             if lost:
                 return AttemptCause(CauseKind.node_failure, f"node {', '.join(lost)} was lost", cause.rank)
         return cause
 
+    def wait_for_ranks(self, launched: SlurmRanks | LocalRanks, attempt: str) -> None:
+        """Return when the ranks have ended, and in bounded time once the first has said why it did."""
+        first_word: float | None = None
+        while launched.poll() is None:
+            said = len(self.causes(attempt))
+            now = time.monotonic()
+            if said and first_word is None:
+                first_word = now
+            if self.signalled is not None:
+                launched.signal(signal.SIGTERM)
+                if said == self.plan.world_size:
+                    return  # srun may take longer to end than we have to live
+            if first_word is not None and now - first_word > LAST_WORD_S:
+                launched.kill()  # a rank that cannot die (a hung file system) must not hold the run
+                return
+            time.sleep(0.2)
+
+    def final_causes(self, attempt: str) -> dict[int, RankCause]:
+        """The causes, once NFS has had time to show those of other nodes."""
+        deadline = time.monotonic() + (NFS_S if self.where.is_slurm else 0.0)
+        while True:
+            causes = self.causes(attempt)
+            if len(causes) == self.plan.world_size or time.monotonic() > deadline:
+                return causes
+            time.sleep(0.5)
+
+    def ask(self, question: Callable[[], T]) -> T:
+        """Ask Slurm, for minutes if the controller is away. Raises ClusterError after that."""
+        deadline = time.monotonic() + CONTROLLER_S
+        while True:
+            try:
+                return question()
+            except ClusterError:
+                if time.monotonic() > deadline or self.signalled is not None:
+                    raise
+                time.sleep(5.0)
+
     def job_status(self) -> JobStatus:
         """How our own job stands now. Our own signal says less than Slurm, but it says no."""
-        if self.where.job is None:
-            return JobStatus.none
+        number = self.where.job
+        if number is None:
+            return JobStatus.none if self.signalled is None else JobStatus.interrupted
         try:
-            job = slurm.job(self.where.job)
+            job = self.ask(lambda: slurm.job(number))
         except ClusterError:
-            job = None  # the controller is away: nothing can be requeued now either
+            return JobStatus.unreachable if self.signalled is None else JobStatus.cancelled
         if job is None:
             return JobStatus.cancelled
         if job.was_ended(self.where.restart):
-            return JobStatus.timed_out if job.is_out_of_time(time.time()) else JobStatus.cancelled
+            return JobStatus.timed_out if job.was_out_of_time() else JobStatus.cancelled
         if job.state != "RUNNING":
             return JobStatus.leaving
-        return JobStatus.cancelled if self.signalled is not None else JobStatus.running
+        if self.signalled is not None:
+            return JobStatus.cancelled
+        return JobStatus.running if job.preempt_time_s is None else JobStatus.preempted
 
     def new_attempt(self) -> str:
         """A name that no attempt of this run has had, though job numbers can come again."""
@@ -154,7 +226,7 @@ def supervise(run_path: str) -> int:
     plan = RunPlan.from_json(run.plan.read_text())
     where = allocation() if config.cluster.kind is ClusterKind.slurm else Allocation(None, 0, None)
     supervisor = Supervisor(run, config, plan, where)
-    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
     previous = {number: signal.signal(number, supervisor.on_signal) for number in handled}
     try:
         with run.lock(wait_s=LEASE_S if where.restart else 0.0):
@@ -164,9 +236,6 @@ def supervise(run_path: str) -> int:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if decision.action is Action.requeue:
-        assert where.job is not None
-        slurm.requeue(where.job)  # from here on Slurm kills this job
     if decision.action is Action.fail:
         raise RunError(
             f"run {run.name} failed",
@@ -180,6 +249,6 @@ def supervise(run_path: str) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(supervise(sys.argv[1]))
-    except RunError as error:
+    except HpctrainError as error:
         print(f"hpctrain: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -13,7 +13,6 @@ from hpctrain.launch.snapshot import current_code
 from hpctrain.launch.supervise import supervise
 from hpctrain.plan.plan import RunPlan
 from hpctrain.run.directory import RunDirectory, write_json
-from hpctrain.run.ledger import Ledger
 
 Point = tuple[str, list[str], Config]  # label, overrides, config
 
@@ -56,7 +55,7 @@ def submit_sweep(points: list[Point]) -> str:
     runs = [run for _, _, run in todo]
     jobs = _send(first, root, runs)
     for run, job in zip(runs, jobs, strict=True):
-        Ledger(run.ledger).append("submitted", job=job)
+        write_json(run.job, {"job": job})
     _write_manifest(root, points, {run.name: job for run, job in zip(runs, jobs, strict=True)})
     array = jobs[0].partition("_")[0]
     return (
@@ -70,7 +69,8 @@ def _send(first: Config, root: Path, runs: list[RunDirectory]) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     with script.clean_environment():
         executor = script.make_executor(first, folder, current_code(runs[0].code))
-        executor.update_parameters(job_name=f"hpctrain-{root.name}")
+        at_once = first.cluster.array_parallelism or len(runs)
+        executor.update_parameters(job_name=f"hpctrain-{root.name}", array_parallelism=at_once)
         try:
             jobs = executor.map_array(supervise, [str(run.path) for run in runs])
         except Exception as error:  # submitit raises its own and subprocess's errors

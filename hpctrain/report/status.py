@@ -50,7 +50,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def make_status(run: RunDirectory) -> Status:
     ledger = Ledger(run.ledger)
     attempts = ledger.attempts()
-    submitted = ledger.last("submitted") or {}
+    job = run.sent_job()
     records = read_metrics(run.metrics)
     training = [r for r in records if r.get("kind") == "train"]
     evaluations = [r for r in records if r.get("kind") == "eval"]
@@ -61,8 +61,8 @@ def make_status(run: RunDirectory) -> Status:
     return Status(
         run=run.name,
         path=str(run.path),
-        state=_state(run, submitted.get("job"), attempts),
-        job=submitted.get("job"),
+        state=_state(run, job, attempts),
+        job=job,
         step=max(steps, default=0),
         num_steps=last.get("num_steps"),
         saved_step=saved,

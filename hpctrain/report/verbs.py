@@ -12,7 +12,6 @@ from hpctrain import slurm
 from hpctrain.errors import ConfigError, RunError
 from hpctrain.report.status import line, make_status, text, to_json
 from hpctrain.run.directory import RunDirectory, find_run
-from hpctrain.run.ledger import Ledger
 
 
 def show_status(name: str, *, as_json: bool) -> None:
@@ -40,6 +39,7 @@ def show_status(name: str, *, as_json: bool) -> None:
 def show_logs(run: RunDirectory, *, rank: int, follow: bool, as_json: bool) -> None:
     """What one rank printed, over all attempts; with `follow` until the run ends."""
     shown: dict[Path, int] = {}
+    next_look = 0.0
     if as_json:
         print(json.dumps({"logs": [str(path) for path in sorted(run.logs.glob("*.log"))]}))
         return
@@ -56,17 +56,18 @@ def show_logs(run: RunDirectory, *, rank: int, follow: bool, as_json: bool) -> N
         sys.stdout.flush()
         if not follow:
             break
-        if make_status(run).state in ("COMPLETED", "FAILED", "STOPPED", "CANCELLED"):
-            break
-        time.sleep(2.0)
+        if time.monotonic() > next_look:  # Slurm is not to be asked more often
+            next_look = time.monotonic() + 30.0
+            if make_status(run).state in ("COMPLETED", "FAILED", "STOPPED", "CANCELLED"):
+                break
+        time.sleep(1.0)
     if not shown:
         print(f"hpctrain: rank {rank} has printed nothing yet ({run.logs})", file=sys.stderr)
 
 
 def cancel(run: RunDirectory) -> str:
     """Cancel the run's job for good; returns what was done. Raises RunError if nothing is there to cancel."""
-    submitted = Ledger(run.ledger).last("submitted")
-    job = submitted.get("job") if submitted else None
+    job = run.sent_job()
     if job and slurm.is_alive(job):
         slurm.cancel(job)
         return f"job {job} cancelled; hpctrain resume {run.name} goes on from the last checkpoint"

@@ -28,7 +28,6 @@ class CauseKind(StrEnum):
     peer_lost = "peer_lost"  # another rank went away
     killed = "killed"  # no cause file: SIGKILL, or worse
     node_failure = "node_failure"
-    cancelled = "cancelled"  # scancel
     lost = "lost"  # the start left no end in the ledger: head node lost, or grace 0
 
 

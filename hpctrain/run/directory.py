@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +49,18 @@ class RunDirectory:
     @property
     def ledger(self) -> Path:
         return self.path / "ledger.jsonl"
+
+    @property
+    def job(self) -> Path:
+        """The Slurm job that was sent last."""
+        return self.path / "job.json"
+
+    def sent_job(self) -> str | None:
+        """Number of the Slurm job that was sent last; None if there is none or the run was started here."""
+        if not self.job.exists():
+            return None
+        job = json.loads(self.job.read_text())["job"]
+        return None if job is None else str(job)
 
     @property
     def logs(self) -> Path:
@@ -104,7 +116,13 @@ class RunDirectory:
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                except BlockingIOError:
+                except OSError as error:
+                    if not isinstance(error, BlockingIOError):
+                        raise RunError(
+                            f"run {self.name} cannot be locked",
+                            f"flock: {error.strerror}",
+                            "mount the file system with locks (Lustre: flock), or choose another run_root",
+                        ) from error
                     if time.monotonic() >= deadline:
                         raise RunError(
                             f"run {self.name} is already being worked on",
@@ -140,15 +158,12 @@ def find_run(text: str, run_root: str = "runs") -> RunDirectory:
 
 def write_json(path: Path, value: Any) -> None:
     """Write whole or not at all: a reader never sees half a file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     with temporary.open("w") as handle:
         json.dump(value, handle, indent=1, sort_keys=True)
         handle.flush()
         os.fsync(handle.fileno())
     temporary.rename(path)
-
-
-ATTEMPT = re.compile(r"[A-Za-z0-9-]+_\d+_\d+")
 
 
 def make_attempt(job: str, restart: int, attempt_in_start: int) -> str:

@@ -1,7 +1,8 @@
 """The ledger: one JSON line per event of a run. What the run is known to have done is read from here.
 
-Events and who writes them: `frozen`, `submitted` (login node); `start`, `end` (supervisor); `restored`,
-`saved`, `damaged` (rank 0). Rank 0 and the supervisor share the head node, so appends do not interleave.
+Events and who writes them: `frozen` (login node, before a job exists); `start`, `end` (supervisor);
+`restored`, `saved`, `damaged` (rank 0). Rank 0 and the supervisor share the head node, so appends do not
+interleave.
 """
 
 from __future__ import annotations
@@ -92,9 +93,11 @@ class Ledger:
 
     def since_frozen(self) -> list[Attempt]:
         """Attempts since a person last sent the run: those that count against its budgets."""
-        frozen = self.last("frozen")
-        since = frozen["time"] if frozen else 0.0
-        return [attempt for attempt in self.attempts() if attempt.start["time"] >= since]
+        events = self.events()
+        frozen = max((i for i, e in enumerate(events) if e["event"] == "frozen"), default=-1)
+        # By the order of lines: clocks of login node and batch host differ.
+        recent = {e["attempt"] for e in events[frozen + 1 :] if e["event"] == "start"}
+        return [attempt for attempt in self.attempts() if attempt.name in recent]
 
     def last(self, event: str) -> Event | None:
         found = [e for e in self.events() if e["event"] == event]

@@ -129,8 +129,11 @@ def accounting(job_id: str) -> list[AccountingRecord] | None:
 
 
 def requeue(job_id: str) -> None:
-    """Sends a job back into the queue; one that runs is ended for it (SIGTERM, KillWait, SIGKILL)."""
-    done = run(["scontrol", "requeue", job_id], patience_s=120, check=False)
+    """Sends a job back into the queue; one that runs is ended for it (SIGTERM, KillWait, SIGKILL).
+
+    Asks once: a request repeated blindly could bring back a job that was cancelled meanwhile.
+    """
+    done = run(["scontrol", "requeue", job_id], patience_s=0, check=False)
     if done.returncode and "Job is pending execution" not in done.stderr:
         raise ClusterError(f"asked Slurm to requeue job {job_id}", _said(done))
 

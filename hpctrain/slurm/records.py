@@ -63,11 +63,11 @@ class JobInfo:
         """
         return self.restarts == restarts and (self.state == "COMPLETING" or self.state in TERMINAL_STATES)
 
-    def is_out_of_time(self, now_s: float) -> bool:
-        """Whether this start has used up its time limit: COMPLETING does not say what it was ended for."""
-        if self.start_time_s is None or self.time_limit_s is None:
+    def was_out_of_time(self) -> bool:
+        """Whether the job was ended at its time limit: COMPLETING does not say what it was ended for."""
+        if self.start_time_s is None or self.time_limit_s is None or self.end_time_s is None:
             return False
-        return now_s >= self.start_time_s + self.time_limit_s
+        return self.end_time_s >= self.start_time_s + self.time_limit_s
 
 
 @dataclass(frozen=True)

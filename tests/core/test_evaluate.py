@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hpctrain.core.evaluate import evaluate
 from hpctrain.core.mesh import Mesh
 from hpctrain.core.stop import AgreedStop, SignalFlag
+from hpctrain.core.watchdog import Watchdog
 from hpctrain.run.causes import CauseKind
 from tests.core.toy import build_toy, make_batch
 from tests.helpers.ranks import run_ranks
@@ -40,8 +41,9 @@ def share_of(rank, world, size=4):
 def evaluate_on(rank, world, stop_at=None):
     flag = SignalFlag()
     mesh = Mesh(rank, rank, world, torch.device("cpu"), dist.group.WORLD)
-    stop = AgreedStop(flag, dist.group.WORLD, stop_file=None, timeout_s=20, stop_timeout_s=20)
+    stop = AgreedStop(flag, dist.group.WORLD, stop_file=None, timeout_s=20, stop_timeouts_s={})
     model = build_toy("batch", drop_rate=0.5)
+    watchdog = Watchdog(flag, lambda kind, message: None, timeout_s=60, stop_timeouts_s={})
 
     def batches():
         for index, batch in enumerate(Moving(b) for b in share_of(rank, world)):
@@ -49,7 +51,7 @@ def evaluate_on(rank, world, stop_at=None):
                 flag.cause = CauseKind.time_limit
             yield batch
 
-    result = evaluate(model, batches(), make_metrics, mesh, stop)
+    result = evaluate(model, batches(), make_metrics, mesh, stop, watchdog)
     return result, model.training
 
 

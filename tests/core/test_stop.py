@@ -16,7 +16,13 @@ from tests.helpers.ranks import Exited, run_ranks
 
 
 def make_stop(flag, stop_file=None, timeout_s=20.0, stop_timeout_s=20.0, group=None):
-    return AgreedStop(flag, group, stop_file=stop_file, timeout_s=timeout_s, stop_timeout_s=stop_timeout_s)
+    return AgreedStop(
+        flag,
+        group,
+        stop_file=stop_file,
+        timeout_s=timeout_s,
+        stop_timeouts_s={CauseKind.preemption: stop_timeout_s},
+    )
 
 
 def loop_until_agreed(stop, flag, told, cause, max_steps=20):

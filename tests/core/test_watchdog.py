@@ -20,7 +20,8 @@ def start_watchdog(folder, *, timeout_s=60.0, stop_timeout_s=60.0, cause=None):
 
     flag = SignalFlag()
     flag.cause = cause
-    watchdog = Watchdog(flag, leave, timeout_s=timeout_s, stop_timeout_s=stop_timeout_s)
+    told = {CauseKind.preemption: stop_timeout_s}
+    watchdog = Watchdog(flag, leave, timeout_s=timeout_s, stop_timeouts_s=told)
     watchdog.start()
     return watchdog
 
@@ -41,12 +42,36 @@ def test_a_hung_rank_leaves_its_cause_and_exits(tmp_path):
 
 def test_a_rank_that_was_told_to_stop_has_less_time(tmp_path):
     def hang(rank, world):
-        start_watchdog(tmp_path, stop_timeout_s=0.1, cause=CauseKind.preemption)
+        start_watchdog(tmp_path, stop_timeout_s=0.1, cause=CauseKind.preemption).beat()
         stand_still()
 
     assert run_ranks(1, hang, allow_exit=True) == [Exited(1)]
     kind, message = json.loads((tmp_path / "cause.json").read_text())
     assert kind == CauseKind.peer_lost and message.startswith("told to stop")
+
+
+@pytest.mark.parametrize("cause", [CauseKind.preemption, CauseKind.stop_file])
+def test_a_rank_that_is_starting_or_has_no_deadline_may_take_its_time_to_stop(tmp_path, cause):
+    def start(rank, world):
+        watchdog = start_watchdog(tmp_path, stop_timeout_s=0.1, cause=cause)
+        if cause is CauseKind.stop_file:
+            watchdog.beat()
+        threading.Event().wait(1.5)  # three looks of the watchdog
+        watchdog.close()
+        return "alive"
+
+    assert run_ranks(1, start, allow_exit=True) == ["alive"]
+
+
+def test_a_rank_whose_cause_cannot_be_written_ends_all_the_same(tmp_path):
+    def hang(rank, world):
+        def leave(kind, message):
+            raise OSError("no space left")
+
+        Watchdog(SignalFlag(), leave, timeout_s=0.1, stop_timeouts_s={}).start()
+        stand_still()
+
+    assert run_ranks(1, hang, allow_exit=True) == [Exited(1)]
 
 
 class CountedFlag:
@@ -67,7 +92,7 @@ def test_steps_and_pauses_keep_it_quiet_and_silence_does_not(tmp_path, kind):
         now = [0.0]
         time.monotonic = lambda: now[0]
         flag = CountedFlag()
-        watchdog = Watchdog(flag, lambda kind, message: None, timeout_s=1.0, stop_timeout_s=1.0)
+        watchdog = Watchdog(flag, lambda kind, message: None, timeout_s=1.0, stop_timeouts_s={})
         watchdog.start()
 
         def pass_time(step_s, beats):

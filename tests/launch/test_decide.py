@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from hpctrain.config.schema import BudgetConfig
-from hpctrain.launch.decide import Action, JobStatus, decide
+from hpctrain.launch.decide import Action, JobStatus, decide, refuse_start
 from hpctrain.run.causes import AttemptCause, CauseKind
 from hpctrain.run.ledger import Attempt
 
@@ -37,6 +37,35 @@ def test_a_scancel_is_never_undone(kind: CauseKind, progressed: bool, length: in
     for budget in (BUDGET, BudgetConfig(crash=10**6, node_failure=10**6, no_progress=10**6)):
         action, _ = outcome(history, S.cancelled, budget)
         assert action is (A.done if kind is K.done else A.stop)
+
+
+@pytest.mark.parametrize("kind", K, ids=str)
+def test_a_local_run_that_was_interrupted_is_never_started_again(kind: CauseKind) -> None:
+    action, _ = outcome([attempt(kind, saved=5)], S.interrupted)
+    assert action is (A.done if kind is K.done else A.stop)
+
+
+@pytest.mark.parametrize("status", [S.timed_out, S.preempted])
+def test_a_job_that_is_about_to_end_is_requeued_and_not_relaunched_into(status: JobStatus) -> None:
+    for kind in (K.crash, K.preemption, K.killed):
+        assert outcome([attempt(kind, saved=5)], status)[0] is A.requeue
+
+
+def test_an_unreachable_controller_is_named_and_is_no_scancel() -> None:
+    action, reason = outcome([attempt(K.crash, saved=5)], S.unreachable)
+    assert action is A.fail and "controller" in reason
+
+
+def test_starts_that_slurm_repeats_meet_the_budgets_too() -> None:
+    lost = attempt(K.lost, saved=5)
+    assert refuse_start([], BUDGET) is None
+    assert refuse_start([lost] * 1 + [attempt(K.lost)] * 2, BUDGET) is None
+    refusal = refuse_start([lost] * 1 + [attempt(K.lost)] * 3, BUDGET)
+    assert refusal is not None and refusal.action is A.fail and "node_failure" in refusal.reason
+    idle = [attempt(K.preemption)] * 10
+    assert refuse_start(idle[:9], BUDGET) is None
+    refusal = refuse_start(idle, BUDGET)
+    assert refusal is not None and "no progress in 10 attempts" in refusal.reason
 
 
 @pytest.mark.parametrize("kind", K, ids=str)

@@ -78,6 +78,18 @@ def test_a_name_that_does_not_resolve_falls_back_to_node_addr() -> None:
     assert head_address(NODES, resolver()) == "10.0.0.1"
 
 
+def test_with_debians_own_names_the_way_to_the_second_node_tells_our_address() -> None:
+    """The head's name and its NodeAddr both mean 127.0.1.1 to itself; the others are known by address."""
+    second = "192.0.2.7"  # TEST-NET-1, RFC 5737: routed, never reached
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((second, 9))
+        except OSError:
+            pytest.skip("this machine has no route to other networks")
+        own = probe.getsockname()[0]
+    assert head_address([node("n0", "n0"), node("n1", second)], resolver(n0="127.0.1.1")) == own
+
+
 def test_one_node_may_use_its_loopback() -> None:
     assert head_address(NODES[:1], resolver(n0="127.0.1.1")) == "127.0.1.1"
 
@@ -99,7 +111,7 @@ def test_no_address_that_others_reach_is_refused_with_what_was_tried(
     head: NodeInfo, table: dict[str, str], words: list[str]
 ) -> None:
     with pytest.raises(ClusterError) as refusal:
-        head_address([head, NODES[1]], resolver(**table))
+        head_address([head, node("n1", "n1")], resolver(**table))  # the second node does not resolve either
     assert [word for word in words if word not in refusal.value.found] == []
     assert "NodeAddr" in refusal.value.change
 

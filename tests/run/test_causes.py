@@ -58,7 +58,7 @@ def test_the_first_of_two_crashes_is_the_root() -> None:
 
 def test_every_kind_that_a_rank_can_leave_has_a_rule() -> None:
     for kind in K:
-        if kind not in (K.node_failure, K.cancelled, K.lost, K.killed):  # the supervisor's own words
+        if kind not in (K.node_failure, K.lost, K.killed):  # the supervisor's own words
             assert classify(causes(kind, kind), 2).kind is kind
 
 

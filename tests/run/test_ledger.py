@@ -79,3 +79,18 @@ def test_an_attempt_progressed_if_it_saved_beyond_where_it_began(
         ledger.append("saved", attempt="1_0_1", step=saved)
     (attempt,) = ledger.attempts()
     assert attempt.progressed is progressed
+
+
+def test_budgets_begin_anew_when_a_person_sends_the_run_whatever_the_clocks_say(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.append("frozen", code="a")
+    ledger.append("start", attempt="1_0_1")
+    ledger.append("frozen", code="a")
+    ledger.append("start", attempt="2_0_1")
+    lines = ledger.path.read_text().splitlines()
+    # The login node's clock is five minutes ahead of the batch host's.
+    shifted = [json.loads(line) for line in lines]
+    shifted[2]["time"] += 300
+    ledger.path.write_text("\n".join(map(json.dumps, shifted)) + "\n")
+    assert [attempt.name for attempt in ledger.since_frozen()] == ["2_0_1"]
+    assert [attempt.name for attempt in ledger.attempts()] == ["1_0_1", "2_0_1"]
