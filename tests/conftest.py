@@ -11,6 +11,8 @@ from tests.helpers.leaks import Surroundings
 from tests.helpers.sandbox import Sandbox
 from tests.helpers.sandbox_config import missing_programs
 
+# A second thread spins while others use the cores; ranks of tests have one each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The pool of compile workers would outlive the test that starts it.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
