@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.run.directory import RunDirectory
-from tests.helpers.runs import ROOT, SMALL, Cluster, Run, assert_every_step_once, differing_tensors
+from tests.helpers.runs import FACES, ROOT, SMALL, Cluster, Run, assert_every_step_once, differing_tensors
 from tests.slurm.conftest import NUM_STEPS
 
 pytestmark = pytest.mark.slurm
@@ -146,3 +146,47 @@ def test_render_prints_the_script_that_is_sent(cluster: Cluster) -> None:
     run = cluster.submit("rendered", "optim.num_epochs=1")
     assert run.directory.submit_script.read_text() == rendered
     cluster.sandbox.run("scancel", run.job)
+
+
+RESOURCES = [
+    "--nodes=1",
+    "--ntasks-per-node=1",
+    "--cpus-per-task=1",
+    "--gres=gpu:rtx4090:1",
+    "--signal=USR2@30",
+]
+
+
+def test_sbatch_scripts_pack_images_and_send_a_sweep(cluster: Cluster) -> None:
+    env = {**os.environ, **cluster.sandbox.env, "HPCTRAIN_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+
+    def sbatch(*argv: str) -> str:
+        command = ["sbatch", "--parsable", *argv]
+        sent = subprocess.run(
+            command, cwd=cluster.folder, env=env, capture_output=True, text=True, check=True
+        )
+        return sent.stdout.strip()
+
+    def wait_for(job: str) -> None:
+        over = ("COMPLETED", "FAILED", "CANCELLED")
+        cluster.sandbox.wait_for(lambda: cluster.sandbox.job_state(job) in over, 120, f"the end of job {job}")
+
+    shutil.copytree(ROOT / "sbatch", cluster.folder / "sbatch")
+    packed = cluster.folder / "packed"
+    job = sbatch(
+        "--cpus-per-task=1", "sbatch/prepare_data.sbatch", str(FACES), str(packed), "--val-fraction=0.2"
+    )
+    wait_for(job)
+    assert (packed / "train" / "meta.json").exists(), (
+        cluster.folder / f"hpctrain_data_{job}.log"
+    ).read_text()
+
+    (cluster.folder / "points.txt").write_text("name=a seed=1\nname=b seed=2\n")
+    fixed = [*SMALL, f"data.root={packed}", "optim.num_epochs=1", "cluster.num_nodes=1"]
+    array = sbatch("--array=1-2", *RESOURCES, "sbatch/sweep.sbatch", "points.txt", *fixed)
+    for element in (f"{array}_1", f"{array}_2"):
+        wait_for(element)
+    for name, seed in (("a", 1), ("b", 2)):
+        run = Run(cluster, RunDirectory(cluster.folder / "runs" / name), array)
+        assert run.status()["state"] == "COMPLETED", run.story()
+        assert f"seed: {seed}" in run.directory.config.read_text()
