@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from hpctrain.core.stop import PeerLostError, SignalFlag
 from hpctrain.run.causes import CauseKind, leave_cause
@@ -36,6 +37,27 @@ def classify_error(error: BaseException) -> CauseKind:
     if isinstance(error, RuntimeError | ConnectionError) or "CheckpointError" in kinds:
         return CauseKind.peer_lost if _PEER_WORDS.search(str(error)) else CauseKind.crash
     return CauseKind.crash
+
+
+class Tee(io.TextIOBase):
+    """A terminal whose output also goes into a log: rank 0 of a local run shares the user's terminal."""
+
+    def __init__(self, terminal: TextIO, log: TextIO) -> None:
+        self._terminal, self._log = terminal, log
+
+    def write(self, text: str) -> int:
+        self._log.write(text)
+        return self._terminal.write(text)
+
+    def flush(self) -> None:
+        self._log.flush()
+        self._terminal.flush()
+
+    def isatty(self) -> bool:
+        return self._terminal.isatty()
+
+    def fileno(self) -> int:
+        return self._terminal.fileno()
 
 
 class Rank:
@@ -89,7 +111,7 @@ class Rank:
         training = Training(config, plan, self.run, self.attempt, mesh, flag, self.leave)
         self.training = training
         kind = train(training)
-        self.leave(kind, str(kind))
+        self.leave(kind, "")
         training.close()
         torch.distributed.destroy_process_group()
 
@@ -112,6 +134,9 @@ def main() -> NoReturn:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": eth1 is not eth10
     rank = Rank(RunDirectory(Path(sys.argv[1])), sys.argv[2], facts.rank)
+    if facts.is_child and facts.rank == 0:
+        log = (rank.run.logs / f"{rank.attempt}_0.log").open("a", buffering=1)
+        sys.stdout, sys.stderr = Tee(sys.stdout, log), Tee(sys.stderr, log)
     try:
         rank.work(flag)
         code = 0

@@ -43,13 +43,10 @@ class Supervisor:
     def supervise(self) -> Decision:
         """Run to an end. The caller holds the run's lock."""
         self.close_open_attempts()
-        if self.run.done.exists():
-            return Decision(Action.done, "DONE was found: nothing to do")
-        if self.run.stop.exists():
-            return Decision(Action.stop, "STOP was found: remove it, or `hpctrain resume`")
-        refusal = refuse_start(self.ledger.since_frozen(), self.config.budget)
-        if refusal is not None:
-            return refusal
+        no_start = self.reason_not_to_start()
+        if no_start is not None:
+            print(f"hpctrain: {no_start.action}: {no_start.reason}", flush=True)
+            return no_start
         while True:
             attempt = self.new_attempt()
             cause = self.run_attempt(attempt)
@@ -66,6 +63,13 @@ class Supervisor:
             if decision.action is not Action.relaunch:
                 return decision
 
+    def reason_not_to_start(self) -> Decision | None:
+        if self.run.done.exists():
+            return Decision(Action.done, "DONE was found: nothing to do")
+        if self.run.stop.exists():
+            return Decision(Action.stop, "STOP was found: remove it, or `hpctrain resume`")
+        return refuse_start(self.ledger.since_frozen(), self.config.budget)
+
     def write_end(self, attempt: str, cause: AttemptCause, decision: Decision) -> None:
         """Of several ends of an attempt the last one counts."""
         self.ledger.append(
@@ -78,8 +82,8 @@ class Supervisor:
             decision=decision.action,
             reason=decision.reason,
         )
-        print(f"hpctrain: attempt {attempt} ended: {cause.kind} {cause.message}", flush=True)
-        print(f"hpctrain: {decision.action}: {decision.reason}", flush=True)
+        said = f"{cause.kind}: {cause.message}" if cause.message else cause.kind
+        print(f"hpctrain: attempt {attempt}: {said} → {decision.action} ({decision.reason})", flush=True)
 
     def requeue(self, decision: Decision) -> Decision:
         """Give the job back to the queue, looking before each try whether it was cancelled meanwhile."""
@@ -242,7 +246,6 @@ def supervise(run_path: str) -> int:
             decision.reason,
             f"hpctrain logs {run.name}; then hpctrain resume {run.name}",
         )
-    print(f"hpctrain: {run.name}: {decision.action}: {decision.reason}", flush=True)
     return 0
 
 
