@@ -46,12 +46,14 @@ class Tee(io.TextIOBase):
         self._terminal, self._log = terminal, log
 
     def write(self, text: str) -> int:
-        self._log.write(text)
-        return self._terminal.write(text)
+        with suppress(OSError):  # a terminal that was closed must not keep the run from saving
+            self._terminal.write(text)
+        return self._log.write(text)
 
     def flush(self) -> None:
+        with suppress(OSError):
+            self._terminal.flush()
         self._log.flush()
-        self._terminal.flush()
 
     def isatty(self) -> bool:
         return self._terminal.isatty()
