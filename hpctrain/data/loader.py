@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 from hpctrain.config.schema import DataConfig
 from hpctrain.data.batch import Batch, ImageReader, label_counts, make_batch
 from hpctrain.data.images import Augmentation
-from hpctrain.data.order import EpochOrder, rank_positions, steps_before, steps_per_epoch
+from hpctrain.data.order import rank_positions, steps_before, steps_per_epoch
 from hpctrain.data.shards import ShardSet
+from hpctrain.data.share import RankShare
 from hpctrain.errors import ConfigError, DataError
 
 # Slurm signals every process of a step; only the training process may answer (it saves and stops).
@@ -29,10 +30,9 @@ _WORKERS_IGNORE = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 class TrainLoader:
     """Iterates over the remaining steps of the remaining epochs: a list of microbatches a step."""
 
-    def __init__(self, items: _TrainItems, start: int, num_epochs: int, loading: dict[str, Any]) -> None:
+    def __init__(self, items: _TrainItems, start: int, stop: int, loading: dict[str, Any]) -> None:
         self.steps_per_epoch = items.steps_per_epoch
         self._num_microbatches = items.num_microbatches
-        stop = num_epochs * self.steps_per_epoch
         self._items = range(start * self._num_microbatches, stop * self._num_microbatches)
         self._loader = _make_data_loader(items, self._items, **loading)
 
@@ -85,6 +85,9 @@ def build_train_loader(
         microbatch_size: Samples of a microbatch; None takes the rank's whole share of the batch.
         pin_memory: Give batches in page-locked memory (needs a GPU).
 
+    Ranks share a step in storage order (`share`), so a rank's microbatches hold samples that lie near each
+    other. Packing has shuffled them: neighbours are as mixed as the data.
+
     Raises:
         ConfigError: the batch does not divide, or `samples_consumed` lies within a step.
         DataError: the split is empty.
@@ -105,11 +108,13 @@ def build_train_loader(
             f"the split has {shards.num_samples} samples and optim.global_batch_size={global_batch_size}",
             "resume with the data and the global batch size that the run had",
         )
+    stop = num_epochs * steps_per_epoch(shards.num_samples, global_batch_size)
+    share = RankShare(shards.num_samples, data, seed, global_batch_size, rank, world, start, stop)
     items = _TrainItems(
-        shards, _size(image_size), data, seed, global_batch_size, rank, world, microbatch_size
+        shards, _size(image_size), data, seed, share, global_batch_size // world // microbatch_size
     )
     loading = {"num_workers": data.num_workers, "prefetch": data.prefetch, "pin_memory": pin_memory}
-    return TrainLoader(items, start, num_epochs, loading)
+    return TrainLoader(items, start, stop, loading)
 
 
 def build_eval_loader(
@@ -146,62 +151,27 @@ class _TrainItems(Dataset["Batch | DataError"]):
         image_size: tuple[int, int],
         data: DataConfig,
         seed: int,
-        global_batch_size: int,
-        rank: int,
-        world: int,
-        microbatch_size: int,
+        share: RankShare,
+        num_microbatches: int,
     ) -> None:
-        self.steps_per_epoch = steps_per_epoch(shards.num_samples, global_batch_size)
-        self.num_microbatches = global_batch_size // world // microbatch_size
-        self._shards, self._image_size, self._data, self._seed = shards, image_size, data, seed
-        self._global_batch_size, self._microbatch_size = global_batch_size, microbatch_size
-        self._rank, self._world = rank, world
+        self.steps_per_epoch, self.num_microbatches = share.steps_per_epoch, num_microbatches
+        self._shards, self._image_size, self._seed = shards, image_size, seed
+        self._share, self._scaled_decode = share, data.scaled_decode
         self._augmentation = Augmentation(data.random_crop_min_scale, data.flip, data.color_jitter)
-        self._order: EpochOrder | None = None
-        self._prefetched = -1
 
     def __getitem__(self, item: int) -> Batch | DataError:
         step, microbatch = divmod(item, self.num_microbatches)
-        epoch, step = divmod(step, self.steps_per_epoch)
-        order = self._order_of(epoch)
-        share = rank_positions(step, self._global_batch_size, self._rank, self._world)
-        positions = share[microbatch * self._microbatch_size :][: self._microbatch_size]
-        self._prefetch(order, int(positions[0]))
-        everyone = order.slice(step * self._global_batch_size, (step + 1) * self._global_batch_size)
-        return make_batch(
-            self._shards,
-            order.ids_at(positions),
-            positions < self._shards.num_samples,
-            ImageReader(
-                self._shards,
-                self._image_size,
-                self._augmentation,
-                self._seed,
-                epoch,
-                self._data.scaled_decode,
-            ),
-            step,
-            label_counts(self._shards, everyone),
+        if microbatch == 0:  # whichever worker makes it: a rank asks once
+            self._shards.prefetch(self._share.ahead(step))
+        sample_ids, is_real = self._share.own(step)
+        size = len(sample_ids) // self.num_microbatches
+        own = slice(microbatch * size, (microbatch + 1) * size)
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        reader = ImageReader(
+            self._shards, self._image_size, self._augmentation, self._seed, epoch, self._scaled_decode
         )
-
-    def _order_of(self, epoch: int) -> EpochOrder:
-        if self._order is None or self._order.epoch != epoch:
-            self._order = EpochOrder(
-                self._shards.num_samples,
-                self._seed,
-                epoch,
-                self._data.block_samples,
-                self._data.window_blocks,
-            )
-            self._prefetched = -1
-        return self._order
-
-    def _prefetch(self, order: EpochOrder, position: int) -> None:
-        """Has this window and the next read ahead, once each."""
-        window = order.window_at(min(position, len(order) - 1))
-        for each in range(max(window, self._prefetched + 1), min(window + 2, order.num_windows)):
-            self._shards.prefetch(order.blocks_of(each))
-            self._prefetched = each
+        counts = label_counts(self._shards, self._share.batch(step))
+        return make_batch(self._shards, sample_ids[own], is_real[own], reader, step_in_epoch, counts)
 
 
 class _EvalItems(Dataset["Batch | DataError"]):

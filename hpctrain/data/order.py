@@ -1,7 +1,8 @@
 """The global order of samples: a pure function of (seed, epoch), whatever the ranks and workers.
 
 Blocks of neighbouring samples are shuffled; then the samples of `window_blocks` blocks that follow each
-other are shuffled among themselves. Storage so sees one block after another while batches stay mixed.
+other are shuffled among themselves, so that every stretch of a window takes evenly from all its blocks
+(stratified sampling). Batches stay mixed, and each part of a window can be read by one rank alone (`share`).
 Random bits are the raw output of Philox4x64-10 (Salmon et al., SC'11), which numpy keeps stable between
 versions (NEP 19); a shuffle is a stable argsort of such keys, so no numpy distribution is involved.
 """
@@ -77,6 +78,10 @@ class EpochOrder:
         """Returns the window that holds a position (0 … num_samples-1)."""
         return int(np.searchsorted(self._window_starts, position, side="right")) - 1
 
+    def positions_of(self, window: int) -> tuple[int, int]:
+        """Returns the first position of a window, and the one after its last."""
+        return int(self._window_starts[window]), int(self._window_starts[window + 1])
+
     def blocks_of(self, window: int) -> list[tuple[int, int]]:
         """Returns the blocks of a window as ranges (first id, id after the last)."""
         chosen = self._blocks[window * self.window_blocks : (window + 1) * self.window_blocks]
@@ -107,8 +112,17 @@ class EpochOrder:
         if window in self._cache:
             self._cache.move_to_end(window)
             return self._cache[window]
-        ids = np.concatenate([np.arange(*each, dtype=np.int64) for each in self.blocks_of(window)])
-        ids = ids[permutation(self.seed, self.epoch, Stream.window, window, len(ids))]
+        blocks = self.blocks_of(window)
+        ids = np.concatenate([np.arange(*each, dtype=np.int64) for each in blocks])
+        lengths = np.array([after - first for first, after in blocks])
+        block_of = np.repeat(np.arange(len(blocks)), lengths)
+        bits = random_bits(self.seed, self.epoch, Stream.window, window, len(ids))
+        uniforms = (bits >> np.uint64(11)) * 2.0**-53
+        # A block's n samples, shuffled, go one each to n equal parts of the window, anywhere in the part.
+        shuffled = np.lexsort((uniforms, block_of))
+        parts = np.concatenate([np.arange(length) for length in lengths])
+        places = (parts + uniforms[shuffled]) / lengths[block_of]
+        ids = ids[shuffled][np.argsort(places, kind="stable")]
         self._cache[window] = ids
         if len(self._cache) > _CACHED_WINDOWS:
             self._cache.popitem(last=False)

@@ -79,14 +79,16 @@ def reference(shards: ShardSet) -> _Seen:
     return _see(shards, 1)
 
 
-def test_the_sequence_is_the_epoch_order_and_padding_has_no_weight(reference: _Seen) -> None:
+def test_a_step_is_its_stretch_of_the_epoch_order_as_stored_and_padding_has_no_weight(
+    reference: _Seen,
+) -> None:
     for epoch in range(2):
-        expected = EpochOrder(NUM_IMAGES, SEED, epoch, 8, 3).slice(0, NUM_IMAGES).tolist()
-        ids = [i for step in range(STEPS) for i in reference.ids[epoch, step]]
-        weights = [weight for step in range(STEPS) for weight in reference.weights[epoch, step]]
-        assert ids[:NUM_IMAGES] == expected
-        assert weights == [1.0] * NUM_IMAGES + [0.0] * (STEPS * GLOBAL_BATCH - NUM_IMAGES)
-        assert set(ids[NUM_IMAGES:]) < set(expected)
+        order = EpochOrder(NUM_IMAGES, SEED, epoch, 8, 3)
+        for step in range(STEPS):
+            expected = sorted(order.slice(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH).tolist())
+            padding = GLOBAL_BATCH - len(expected)
+            assert reference.ids[epoch, step] == expected + order.slice(0, padding).tolist()
+            assert reference.weights[epoch, step] == [1.0] * len(expected) + [0.0] * padding
 
 
 def test_every_sample_has_weight_one_exactly_once_an_epoch(reference: _Seen) -> None:

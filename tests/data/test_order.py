@@ -79,6 +79,32 @@ def test_a_window_mixes_whole_blocks_of_neighbours() -> None:
     assert position == 1000
 
 
+def test_every_stretch_of_a_window_takes_evenly_from_its_blocks() -> None:
+    order = EpochOrder(64 * 32 - 10, 5, 0, 64, 16)  # the last block is shorter
+    for window in range(order.num_windows):
+        blocks = order.blocks_of(window)
+        length = sum(after - first for first, after in blocks)
+        start = next(i for i in range(len(order)) if order.window_at(i) == window)
+        for at in range(0, length - 128, 37):
+            ids = order.slice(start + at, start + at + 128)
+            for first, after in blocks:
+                taken = int(((ids >= first) & (ids < after)).sum())
+                assert abs(taken - 128 * (after - first) / length) < 2
+
+
+def test_neighbours_in_the_order_of_a_window_are_not_bound_to_each_other() -> None:
+    # Batches smaller than a window has blocks must not go round the same groups of blocks again and again.
+    order = EpochOrder(4096, 5, 0, 64, 64)
+    met = {
+        (int(a) // 64, int(b) // 64)
+        for at in range(0, 4096, 16)
+        for ids in [order.slice(at, at + 16)]
+        for a in ids
+        for b in ids
+    }
+    assert len(met) > 0.9 * 64 * 64
+
+
 def test_twenty_million_samples_cost_little_memory() -> None:
     tracemalloc.start()
     order = EpochOrder(20_000_000, 0, 0, 256, 16)
