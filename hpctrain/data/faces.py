@@ -1,6 +1,7 @@
 """Cartoon faces: what makes a person, and how one is drawn.
 
 Lengths are in units of half the face's height; the origin is the middle of the face, y points down.
+Behaviours are drawn large enough to be seen on a face of 20 pixels' half height.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageDraw
 
+DRAWING_VERSION = 2  #: raise it with every change to what is drawn
 BEHAVIOURS = ("eyes_closed", "glasses", "hand_raised", "smiling")
 
 _SKINS = ((244, 208, 177), (231, 178, 139), (198, 134, 90), (141, 85, 50), (94, 57, 36))
@@ -65,17 +67,17 @@ def make_person(rng: np.random.Generator) -> Person:
         jaw=rng.uniform(0, 1),
         hair_style=int(rng.integers(0, 5)),
         hair_line=rng.uniform(-0.75, -0.45),
-        eye_distance=rng.uniform(0.24, 0.40),
+        eye_distance=rng.uniform(0.28, 0.42),
         eye_height=rng.uniform(-0.22, 0.0),
-        eye_size=rng.uniform(0.085, 0.15),
-        eye_aspect=rng.uniform(0.5, 0.9),
+        eye_size=rng.uniform(0.14, 0.20),
+        eye_aspect=rng.uniform(0.65, 0.95),
         brow_tilt=rng.uniform(-0.07, 0.09),
         brow_weight=rng.uniform(0.03, 0.09),
-        brow_gap=rng.uniform(0.13, 0.22),
+        brow_gap=rng.uniform(0.18, 0.28),
         nose_length=rng.uniform(0.22, 0.42),
         nose_width=rng.uniform(0.06, 0.17),
-        mouth_height=rng.uniform(0.50, 0.64),
-        mouth_width=rng.uniform(0.16, 0.34),
+        mouth_height=rng.uniform(0.50, 0.62),
+        mouth_width=rng.uniform(0.18, 0.34),
         lip_weight=rng.uniform(0.03, 0.09),
         ear_size=rng.uniform(0.10, 0.2),
         beard=int(rng.choice([0, 0, 0, 1, 2])),
@@ -99,9 +101,9 @@ def draw_face(person: Person, shown: frozenset[str], unit: float, rng: np.random
     face.mouth("smiling" in shown)
     face.hair()
     if "glasses" in shown:
-        face.glasses(_random_color(rng, 10, 120), rng.uniform(0.15, 0.2), round=bool(rng.random() < 0.5))
+        face.glasses(_random_color(rng, 10, 120), rng.uniform(0.22, 0.27), is_round=bool(rng.random() < 0.5))
     if "hand_raised" in shown:
-        face.hand(1 if rng.random() < 0.5 else -1, rng.uniform(-0.5, 0.3))
+        face.hand(1 if rng.random() < 0.5 else -1, rng.uniform(-0.3, 0.3))
     return face.image
 
 
@@ -143,7 +145,7 @@ class _Drawing:
             wide, high = person.eye_size, person.eye_size * person.eye_aspect
             if closed:
                 self._ellipse((x, y), wide, high, self._shade)
-                self._line([(x - wide, y + 0.02), (x, y + 0.05), (x + wide, y + 0.02)], 0.035, (30, 22, 20))
+                self._line([(x - wide, y + 0.02), (x, y + 0.07), (x + wide, y + 0.02)], 0.07, (30, 22, 20))
             else:
                 self._ellipse((x, y), wide, high, (245, 243, 240))
                 self._ellipse((x, y), high * 0.85, high * 0.85, person.iris)
@@ -164,8 +166,8 @@ class _Drawing:
         if person.beard == 2:
             self._ellipse((0, y - 0.09), wide * 1.05, 0.055, person.hair)
         if smiling:
-            left, top = self._at(-1.25 * wide, y - 0.16)
-            right, bottom = self._at(1.25 * wide, y + 0.14)
+            left, top = self._at(-wide - 0.14, y - 0.26)
+            right, bottom = self._at(wide + 0.14, y + 0.24)
             self._draw.chord(
                 (left, top, right, bottom), 0, 180, (250, 248, 244), red, max(1, round(self._unit * 0.04))
             )
@@ -184,13 +186,13 @@ class _Drawing:
             tips = [(-wide * 0.9, -0.55), (wide * 0.8, -0.75), (-wide * 0.75, person.eye_height - 0.2)]
             self._draw.polygon([self._at(*tip) for tip in tips], person.hair)
 
-    def glasses(self, color: Color, size: float, round: bool) -> None:
-        person, weight = self._person, 0.035
+    def glasses(self, color: Color, size: float, is_round: bool) -> None:
+        person, weight = self._person, 0.08
         for side in (-1, 1):
             x, y = side * person.eye_distance, person.eye_height
             corners = (*self._at(x - size, y - 0.85 * size), *self._at(x + size, y + 0.85 * size))
-            width = max(1, int(weight * self._unit))
-            shape = self._draw.ellipse if round else self._draw.rectangle
+            width = max(1, round(weight * self._unit))
+            shape = self._draw.ellipse if is_round else self._draw.rectangle
             shape(corners, outline=color, width=width)
             self._line(
                 [(side * (person.eye_distance + size), y), (side * person.face_width, y - 0.05)],
@@ -201,12 +203,14 @@ class _Drawing:
         self._line([(-bridge, person.eye_height), (bridge, person.eye_height)], weight, color)
 
     def hand(self, side: int, height: float) -> None:
-        x = side * 1.25
-        self._box((x - 0.12, height + 0.2), (x + 0.12, 1.9), self._shade)
-        self._ellipse((x, height + 0.1), 0.2, 0.2, self._person.skin)
+        """Draws a hand beside the face, near enough that crops keep it."""
+        x, skin = side * 0.95, self._person.skin
+        self._box((x - 0.17, height + 0.3), (x + 0.17, 1.9), self._shade)
+        self._ellipse((x, height + 0.15), 0.3, 0.28, skin)
         for finger in range(4):
-            at = x - 0.15 + 0.1 * finger
-            self._line([(at, height + 0.05), (at, height - 0.28)], 0.08, self._person.skin)
+            at = x - 0.225 + 0.15 * finger
+            self._line([(at, height + 0.1), (at, height - 0.38)], 0.12, skin)
+            self._line([(at + 0.075, height), (at + 0.075, height - 0.36)], 0.03, self._shade)
 
     def _chord(self, wide: float, line: float, color: Color) -> None:
         """Fills the top of an ellipse around the head, above a height."""

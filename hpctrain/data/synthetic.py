@@ -8,6 +8,7 @@ versions: a data set is drawn once and then read.
 from __future__ import annotations
 
 import csv
+import json
 import os
 import shutil
 from pathlib import Path
@@ -16,16 +17,17 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFilter
 
-from hpctrain.data.faces import BEHAVIOURS, Person, draw_face, make_person
+from hpctrain.data.faces import BEHAVIOURS, DRAWING_VERSION, Person, draw_face, make_person
 from hpctrain.data.prepare import pack_images
 from hpctrain.data.shards import META_NAME
 from hpctrain.errors import ConfigError
 
-_SIZE = (160, 128)
+_SIZE = (112, 96)
 _FACE_SHARE = 0.31  #: half the face's height, as a share of the image's height, before zoom
 _WITHOUT_IDENTITY = 0.06  #: share of images
 _WITHOUT_BEHAVIOUR = 0.15
 _VAL_FRACTION = 0.2
+_DRAWING_NAME = "drawing.json"  #: says by which version faces were drawn
 
 Floats = npt.NDArray[np.float32]
 
@@ -40,16 +42,18 @@ def make_faces(
 ) -> None:
     """Draws faces and packs them into `out/train` and `out/val`; people of val are not in train.
 
-    Does nothing where `out` is already packed. `out` appears whole or not at all, also when several
-    processes try at once.
+    Does nothing where `out` already holds faces of this version. `out` appears whole or not at all, also
+    when several processes try at once.
 
     Args:
         size: Height and width of the images, pixels.
 
     Raises:
-        ConfigError: `out` holds something else, or there are fewer than two identities.
+        ConfigError: `out` holds something else, or faces of another version, or there are fewer than two
+            identities.
     """
     if _is_packed(out):
+        _check_version(out)
         return
     if num_identities < 2 or images_per_identity < 1:
         raise ConfigError(
@@ -69,6 +73,7 @@ def make_faces(
             seed=seed,
             show=False,
         )
+        (work / "packed" / _DRAWING_NAME).write_text(json.dumps({"version": DRAWING_VERSION}))
         _move(work / "packed", out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -76,6 +81,20 @@ def make_faces(
 
 def _is_packed(out: Path) -> bool:
     return (out / "train" / META_NAME).exists() and (out / "val" / META_NAME).exists()
+
+
+def _check_version(out: Path) -> None:
+    try:
+        version = json.loads((out / _DRAWING_NAME).read_text())["version"]
+    except FileNotFoundError:
+        version = "an earlier one, or these are images of your own"
+    if version != DRAWING_VERSION:
+        raise ConfigError(
+            f"data.root={out} should hold faces of drawing version {DRAWING_VERSION}",
+            f"found version: {version}",
+            "delete the folder, and they are drawn again; or set data.root to a new folder; for images of "
+            "your own, set data.synthetic_identities=0",
+        )
 
 
 def _move(packed: Path, out: Path) -> None:

@@ -58,6 +58,18 @@ def test_what_is_there_is_left_alone(faces: Path) -> None:
     assert (faces / "train" / "meta.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.parametrize("drawing", [None, '{"version": 1}'])
+def test_faces_of_another_version_are_not_taken_for_these(tmp_path: Path, drawing: str | None) -> None:
+    out = tmp_path / "faces"
+    make_faces(out, num_identities=2, images_per_identity=2, size=(40, 32))
+    if drawing is None:
+        (out / "drawing.json").unlink()
+    else:
+        (out / "drawing.json").write_text(drawing)
+    with pytest.raises(ConfigError, match="delete the folder"):
+        make_faces(out, num_identities=2, images_per_identity=2, size=(40, 32))
+
+
 def test_two_processes_at_once_leave_one_whole_folder_and_nothing_else(tmp_path: Path) -> None:
     out, context = tmp_path / "faces", multiprocessing.get_context("fork")
     options = {"num_identities": 4, "images_per_identity": 3, "size": (80, 64)}
