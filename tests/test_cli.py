@@ -267,7 +267,7 @@ def test_a_name_whose_identity_differs_is_refused_with_the_difference_and_anothe
     freeze(run)
     answer = run(LAPTOP, "optim.lr=0.5", "seed=3")
     assert answer.code == 2
-    assert "optim.lr: 0.002 → 0.5" in answer.err and "seed: 0 → 3" in answer.err
+    assert "optim.lr: 0.004 → 0.5" in answer.err and "seed: 0 → 3" in answer.err
     assert "name=vision_city_laptop-" in answer.err
     proposed = answer.err.partition("name=")[2].split(",")[0]
     assert run("plan", LAPTOP, "optim.lr=0.5", "seed=3", f"name={proposed}").code == 0
@@ -284,7 +284,7 @@ def test_resume_takes_changes_of_shape_before_and_after_its_flags(run: Run) -> N
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("optim.lr=0.5", ["optim.lr: 0.002 → 0.5"]),
+        ("optim.lr=0.5", ["optim.lr: 0.004 → 0.5"]),
         ("optim.lrr=1", ["optim.lrr"]),
         ("optim.lr=fast", ["optim.lr", "a number"]),
         ("cluster=sandbox", ["cluster"]),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpctrain import slurm
 from hpctrain.config.load import load_config, save_config, to_dict
-from hpctrain.config.schema import ClusterKind, Config
+from hpctrain.config.schema import ClusterKind, Config, DataConfig
 from hpctrain.errors import ConfigError, PlanError
 from hpctrain.launch.environment import allocation, submit_folder
 from hpctrain.launch.script import check_options, check_sbatch, clean_environment, make_executor, refused
@@ -76,6 +76,19 @@ def checked_plan(config: Config) -> RunPlan:
     return plan
 
 
+def draw_faces(data: DataConfig) -> None:
+    """Make the data of an experiment that draws its own; at once if they are there. Raises ConfigError when
+    something else is."""
+    if not data.synthetic_identities:
+        return
+    from hpctrain.data.synthetic import make_faces
+
+    root = Path(data.root)
+    if not root.exists():
+        print(f"hpctrain: drawing {data.synthetic_identities} faces into {root}", file=sys.stderr, flush=True)
+    make_faces(root, num_identities=data.synthetic_identities)
+
+
 def check_identity(run: RunDirectory, config: Config) -> None:
     """A folder belongs to one run: the same identity resumes it, another one is refused."""
     if not run.config.exists():
@@ -119,6 +132,7 @@ def freeze(config: Config, plan: RunPlan, *, new_code: bool = True) -> RunDirect
     check_identity(run, config)
     check_not_live(run)
     check_not_stopped(run)
+    draw_faces(config.data)
     run.create()
     if new_code or not (run.code / "current").exists():
         freeze_code(run.code)
@@ -154,15 +168,6 @@ def submit(config: Config, plan: RunPlan, *, new_code: bool = True) -> Submitted
 def run_here(config: Config, plan: RunPlan, *, new_code: bool = True) -> Submitted:
     """Carry the run out on this machine, or in the allocation around us, in the foreground."""
     run = freeze(config, plan, new_code=new_code)
-    if config.data.synthetic_identities:
-        from hpctrain.data.synthetic import make_faces
-
-        if not Path(config.data.root).exists():
-            print(
-                f"hpctrain: drawing {config.data.synthetic_identities} faces into {config.data.root}",
-                flush=True,
-            )
-            make_faces(Path(config.data.root), num_identities=config.data.synthetic_identities)
     write_json(run.job, {"job": None})
     supervise(str(run.path))
     return Submitted(run, None, "ended")
