@@ -21,11 +21,13 @@ def train(run: Training) -> CauseKind:
         if run.finished and evaluated:
             run.save()
             return CauseKind.done
+        batches = next(run.feed, None)  # while the answer to `post` travels; none at the end
         reason = run.stop.agreed()
         if reason is not None:
-            run.save()
+            run.save()  # without these batches: the next start reads them again
             return reason
-        host_batches, device_batches = next(run.feed)
+        assert batches is not None
+        host_batches, device_batches = batches
         scalars = run.step(device_batches, run.progress.step)
         run.advance(host_batches, scalars)
         run.stop.post()
