@@ -7,6 +7,7 @@ import difflib
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from hpctrain.config.schema import Config
+    from hpctrain.launch.submit import Submitted
 
 HELP = """\
 hpctrain: Slurm-native training on clusters of consumer GPUs
@@ -29,7 +31,7 @@ verbs that take a config:
   render   print the batch script that submit would send
   run      carry the run out here, in the foreground (inside an allocation: over its nodes)
 verbs that take a run, by folder or by name:
-  status RUN    what it is doing, what it did, why it ended
+  status [RUN]  what it is doing, what it did, why it ended; without RUN a line per run
   logs RUN      what its ranks printed           -f follows, --rank N chooses
   cancel RUN    scancel it, for good
   resume RUN    go on from its last checkpoint   --code=now takes the present code
@@ -129,9 +131,13 @@ def resume(arguments: argparse.Namespace) -> int:
     plan = checked_plan(config)
     check_not_live(run)
     run.stop.unlink(missing_ok=True)
-    done = submit(config, plan, new_code=arguments.code == "now")
-    print(done.to_json() if arguments.json else done.text())
-    return 0
+    return tell(submit(config, plan, new_code=arguments.code == "now"), arguments.json)
+
+
+def tell(done: Submitted, as_json: bool) -> int:
+    """Say what became of a submission; 1 for a run that was started here and is not done."""
+    print(done.to_json() if as_json else done.text())
+    return 0 if done.job is not None or done.run.done.exists() else 1
 
 
 def data(rest: list[str]) -> int:
@@ -154,28 +160,27 @@ def with_config(verb: str, rest: list[str]) -> int:
     points = compose(overrides)
     if any(point.is_swept for point in points):
         return sweep(verb, points)
+    code = 0
     for point in points:  # none after --cfg, --info and the like, which have printed what was asked
-        act(verb, point.resolve(), as_json)
-    return 0
+        code = act(verb, point.resolve(), as_json)
+    return code
 
 
-def act(verb: str, config: Config, as_json: bool) -> None:
+def act(verb: str, config: Config, as_json: bool) -> int:
     from hpctrain.launch import submit
 
     if verb == "render":
         print(submit.render(config), end="")
-        return
+        return 0
     if verb == "run":
-        submit.run_foreground(config)
-        return
+        return tell(submit.run_foreground(config), as_json)
     plan = submit.checked_plan(config)
     if verb == "plan":
-        print(plan.to_json() if as_json else "\n".join(plan.lines()))
-        return
+        print(plan.to_json() if as_json else "\n".join(plan.lines() + submit.data_lines(config)))
+        return 0
     if not as_json:
-        print("\n".join(plan.lines()), flush=True)
-    done = submit.submit(config, plan)
-    print(done.to_json() if as_json else done.text())
+        print("\n".join(plan.lines() + submit.data_lines(config)), flush=True)
+    return tell(submit.submit(config, plan), as_json)
 
 
 def sweep(verb: str, points: list[Composed]) -> int:
@@ -231,7 +236,10 @@ def compose(overrides: list[str]) -> list[Composed]:
         points.append(Composed(cfg, experiment, list(facts.overrides.task), facts.mode is RunMode.MULTIRUN))
 
     saved_argv, saved_full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = ["hpctrain", *overrides]
+    # A multirun leaves a file in hydra.sweep.dir; ours are described by sweep.json.
+    litter = tempfile.TemporaryDirectory()
+    first = next((i for i, o in enumerate(overrides) if "=" in o and not o.startswith("-")), len(overrides))
+    sys.argv = ["hpctrain", *overrides[:first], f"hydra.sweep.dir={litter.name}", *overrides[first:]]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # or Hydra would print and exit by itself
     try:
         task()
@@ -241,6 +249,7 @@ def compose(overrides: list[str]) -> list[Composed]:
         raise explain_hydra(error) from error
     finally:
         sys.argv = saved_argv
+        litter.cleanup()
         if saved_full_error is None:
             del os.environ["HYDRA_FULL_ERROR"]
     return points
@@ -249,7 +258,8 @@ def compose(overrides: list[str]) -> list[Composed]:
 def parse_run_arguments(verb: str, rest: list[str]) -> argparse.Namespace:
     """Arguments of the verbs that take a run."""
     parser = argparse.ArgumentParser(prog=f"hpctrain {verb}")
-    parser.add_argument("run", help="folder of the run, or its name under runs/")
+    some = "?" if verb == "status" else None
+    parser.add_argument("run", nargs=some, help="folder of the run, or its name under runs/")
     parser.add_argument("--json", action="store_true")
     if verb == "logs":
         parser.add_argument("-f", "--follow", action="store_true")

@@ -128,7 +128,13 @@ REFUSALS = {
     ),
     "status of nothing": (["status", "nope"], 2, ["no run 'nope'", "runs here: none"]),
     "resume of nothing": (["resume", "nope"], 2, ["no run 'nope'"]),
-    "status without a run": (["status"], 2, ["required: run"]),
+    "logs without a run": (["logs"], 2, ["required: run"]),
+    "unknown backbone": (
+        [LAPTOP, "model.backbone=resnet5O"],
+        2,
+        ["timm has no such model", "model.backbone=resnet50"],
+    ),
+    "missing weights": ([LAPTOP, "model.pretrained=/nope"], 2, ["model.pretrained=/nope", "no such file"]),
     "data without a kind": (["data"], 2, ["hpctrain data images"]),
     "protected option": (
         ["render", "+exp=vision_city", "data.root=/d", "+cluster.extra_sbatch.signal=USR1@1"],
@@ -360,3 +366,22 @@ def test_module_and_exit_code_of_a_real_process(argv: list[str], code: int, tmp_
     )
     assert done.returncode == code
     assert "Traceback" not in done.stderr
+
+
+def test_status_without_a_name_lists_the_runs(run: Run, tmp_path: Path) -> None:
+    assert run("status").out == "no runs under runs/\n"
+    folder = Path("runs") / "city"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("")
+    (listed,) = run("status").out.splitlines()
+    assert listed.split()[0] == "NEW" and "city" in listed
+
+
+def test_the_plan_says_what_the_data_mean_for_it(run: Run, tmp_path: Path) -> None:
+    root = packed(tmp_path / "photos")
+    (root / "train" / "meta.json").write_text(json.dumps({"num_samples": 80, "identities": ["a", "b", "c"]}))
+    options = (LAPTOP, f"data.root={root}", "data.synthetic_identities=0", "optim.num_epochs=5")
+    said = run("plan", *options, "optim.global_batch_size=64").out
+    assert "80 images of 3 people, 2 steps an epoch, 10 in all" in said
+    assert "38% of each epoch is filler" in said  # 48 of 128
+    assert "filler" not in run("plan", *options, "optim.global_batch_size=20").out

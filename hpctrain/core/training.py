@@ -88,7 +88,12 @@ class Training:
             apply_sync_batchnorm(self.model)
         if mesh.rank == 0:
             write_json(
-                self.run.data_facts, {"num_identities": facts.num_identities, "behaviours": facts.behaviours}
+                self.run.data_facts,
+                {
+                    "num_identities": facts.num_identities,
+                    "behaviours": facts.behaviours,
+                    "identities": self.train_shards.meta.identities,
+                },
             )
         if config.parallelism.compile:
             for name in self.spec.compiled_modules:

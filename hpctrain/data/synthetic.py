@@ -92,8 +92,8 @@ def _check_version(out: Path) -> None:
         raise ConfigError(
             f"data.root={out} should hold faces of drawing version {DRAWING_VERSION}",
             f"found version: {version}",
-            "delete the folder, and they are drawn again; or set data.root to a new folder; for images of "
-            "your own, set data.synthetic_identities=0",
+            "data.synthetic_identities=0 (or data=shards) for images of your own; another data.root, or this "
+            "folder removed, to have them drawn",
         )
 
 

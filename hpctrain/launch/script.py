@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -158,4 +159,6 @@ def refused(error: Exception) -> ClusterError:
     change = (
         "see `sinfo` for partitions and `sacctmgr show assoc user=$USER` for accounts, then set cluster.*"
     )
+    if re.search("contact slurm|configless|DNS SRV|Could not establish a configuration", text):
+        change = "submit on a login node with its SLURM_CONF; cluster=local, or `make sandbox`, needs none"
     return ClusterError("Slurm refused the job", text, change)

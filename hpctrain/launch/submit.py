@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from pathlib import Path
 
 from hpctrain import slurm
 from hpctrain.config.load import load_config, save_config, to_dict
-from hpctrain.config.schema import ClusterKind, Config, DataConfig
+from hpctrain.config.schema import ClusterKind, Config, DataConfig, ModelConfig, VisionConfig
 from hpctrain.errors import ConfigError, PlanError
 from hpctrain.launch.environment import allocation, submit_folder
 from hpctrain.launch.script import check_options, check_sbatch, clean_environment, make_executor, refused
@@ -73,7 +75,56 @@ def checked_plan(config: Config) -> RunPlan:
             raise PlanError(f"{refusal}\n  - {missing.asked}: {missing.found}; {missing.change}") from None
         raise
     check_data(config)
+    check_model(config.model)
     return plan
+
+
+def data_lines(config: Config) -> list[str]:
+    """What the packed data mean for the plan, for a terminal; nothing before they are there."""
+    path = Path(config.data.root) / "train" / "meta.json"
+    if not path.is_file():
+        return []
+    meta = json.loads(path.read_text())
+    images, batch = meta["num_samples"], config.optim.global_batch_size
+    steps = -(-images // batch)
+    filler = 1 - images / (steps * batch)
+    lines = [
+        f"data    {images} images of {len(meta['identities'])} people, {steps} steps an epoch, "
+        f"{steps * config.optim.num_epochs} in all"
+    ]
+    if filler > 0.1:
+        lines.append(
+            f"        {filler:.0%} of each epoch is filler: a smaller optim.global_batch_size wastes less"
+        )
+    return lines
+
+
+def check_model(model: ModelConfig) -> None:
+    """Refuse a backbone that timm does not have, or weights that are not there, without importing either."""
+    if not isinstance(model, VisionConfig):
+        return
+    if model.pretrained is not None and not Path(model.pretrained).is_file():
+        raise ConfigError(
+            f"model.pretrained={model.pretrained}", "no such file", "a .safetensors file, or null"
+        )
+    folders = [Path(entry) / "timm" / "models" for entry in sys.path]
+    known: set[str] = set()
+    older: set[str] = set()
+    for path in (path for folder in folders if folder.is_dir() for path in folder.glob("*.py")):
+        text = path.read_text()
+        known.update(re.findall(r"^@register_model\s+def (\w+)\(", text, re.MULTILINE))
+        _, _, renamed = text.partition("register_model_deprecations(")
+        older.update(re.findall(r"['\"](\w+)['\"]\s*:", renamed))
+    name = model.backbone.partition(".")[0]
+    if known and name not in known | older:
+        near = difflib.get_close_matches(name, known, n=4, cutoff=0.5)
+        raise ConfigError(
+            f"model.backbone={model.backbone}",
+            "timm has no such model",
+            f"model.backbone={near[0]}" + (f" (or {', '.join(near[1:])})" if near[1:] else "")
+            if near
+            else "a name that timm.list_models() gives",
+        )
 
 
 def draw_faces(data: DataConfig) -> None:
@@ -159,6 +210,8 @@ def submit(config: Config, plan: RunPlan, *, new_code: bool = True) -> Submitted
         try:
             job = executor.submit(supervise, str(run.path))
         except Exception as error:  # submitit raises its own and subprocess's errors
+            if not Ledger(run.ledger).attempts():
+                run.config.unlink()  # it never began: the name is free for another identity
             raise refused(error) from error
     shutil.copyfile(run.submitit / f"{job.job_id}_submission.sh", run.submit_script)
     write_json(run.job, {"job": job.job_id})
@@ -170,7 +223,8 @@ def run_here(config: Config, plan: RunPlan, *, new_code: bool = True) -> Submitt
     run = freeze(config, plan, new_code=new_code)
     write_json(run.job, {"job": None})
     supervise(str(run.path))
-    return Submitted(run, None, "ended")
+    hint = "is done" if run.done.exists() else f"is not done; hpctrain resume {run.name} goes on"
+    return Submitted(run, None, hint)
 
 
 def run_foreground(config: Config) -> Submitted:

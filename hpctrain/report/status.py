@@ -143,7 +143,8 @@ def text(status: Status) -> str:
         ended = f"{attempt['cause']} → {attempt['decision']}" if attempt["cause"] else "going on"
         lines.append(f"  attempt   {attempt['attempt']}: {span}, {saved}; {ended}")
     if status.state in ("FAILED", "STOPPED", "CANCELLED", "INTERRUPTED") and status.cause:
-        lines.append(f"  why       {status.cause}" + (f" ({status.reason})" if status.reason else ""))
+        told = status.reason if status.cause in status.reason else f"{status.cause} ({status.reason})"
+        lines.append(f"  why       {told}")
     return "\n".join(lines)
 
 

@@ -10,12 +10,18 @@ from pathlib import Path
 
 from hpctrain import slurm
 from hpctrain.errors import ConfigError, RunError
-from hpctrain.report.status import line, make_status, text, to_json
+from hpctrain.report.status import Status, line, make_status, text, to_json
 from hpctrain.run.directory import RunDirectory, find_run
 
 
-def show_status(name: str, *, as_json: bool) -> None:
-    """A run, or a line per point of a sweep."""
+def show_status(name: str | None, *, as_json: bool) -> None:
+    """A run; a line per point of a sweep; without a name a line per run under runs/."""
+    if name is None:
+        runs = [
+            make_status(RunDirectory(p.parent.resolve())) for p in sorted(Path("runs").glob("*/config.yaml"))
+        ]
+        show_all(runs, as_json=as_json)
+        return
     sweep = next(
         (
             p
@@ -30,14 +36,21 @@ def show_status(name: str, *, as_json: bool) -> None:
         return
     points = json.loads((sweep / "sweep.json").read_text())["points"]
     statuses = [make_status(RunDirectory((sweep / label).resolve())) for label in points]
+    show_all(statuses, as_json=as_json)
+
+
+def show_all(statuses: list[Status], *, as_json: bool) -> None:
     if as_json:
         print("[" + ",\n".join(to_json(status) for status in statuses) + "]")
     else:
-        print("\n".join(line(status) for status in statuses))
+        print("\n".join(line(status) for status in statuses) or "no runs under runs/")
 
 
 def show_logs(run: RunDirectory, *, rank: int, follow: bool, as_json: bool) -> None:
     """What one rank printed, over all attempts; with `follow` until the run ends."""
+    num_ranks = json.loads(run.plan.read_text())["world_size"] if run.plan.exists() else rank + 1
+    if not 0 <= rank < num_ranks:
+        raise ConfigError(f"logs of rank {rank}", f"the run has ranks 0 to {num_ranks - 1}", "--rank 0")
     shown: dict[Path, int] = {}
     next_look = 0.0
     if as_json:
@@ -75,7 +88,9 @@ def cancel(run: RunDirectory) -> str:
         run.stop.touch()
         return f"run {run.name} will save and end at its next step (STOP)"
     raise RunError(
-        f"run {run.name} has nothing to cancel", "no live job and no supervisor", "hpctrain status"
+        f"run {run.name} has nothing to cancel",
+        "no live job and no supervisor",
+        f"hpctrain status {run.name}",
     )
 
 

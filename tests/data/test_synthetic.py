@@ -66,7 +66,7 @@ def test_faces_of_another_version_are_not_taken_for_these(tmp_path: Path, drawin
         (out / "drawing.json").unlink()
     else:
         (out / "drawing.json").write_text(drawing)
-    with pytest.raises(ConfigError, match="delete the folder"):
+    with pytest.raises(ConfigError, match="folder removed"):
         make_faces(out, num_identities=2, images_per_identity=2, size=(40, 32))
 
 
