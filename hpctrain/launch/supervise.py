@@ -27,6 +27,7 @@ from hpctrain.run.ledger import Attempt, Ledger
 LEASE_S = 120.0  # how long a lock of a lost node may live on NFS
 CONTROLLER_S = 600.0  # how long Slurm's controller may be away
 LAST_WORD_S = 300.0  # how long ranks may take to end after the first has
+LOOK_S = 5.0  # between looks at the cause files of a run that goes on: they lie on NFS
 NFS_S = 5.0  # how long a file written on another node may stay unseen
 
 T = TypeVar("T")
@@ -128,14 +129,17 @@ class Supervisor:
     def wait_for_ranks(self, launched: SlurmRanks | LocalRanks, attempt: str) -> None:
         """Return when the ranks have ended, and in bounded time once the first has said why it did."""
         first_word: float | None = None
+        next_look = 0.0
         while launched.poll() is None:
-            said = len(self.causes(attempt))
             now = time.monotonic()
-            if said and first_word is None:
-                first_word = now
             if self.signalled is not None:
                 launched.signal(signal.SIGTERM)
-                if said == self.plan.world_size:
+            if self.signalled is not None or now >= next_look:
+                next_look = now + LOOK_S
+                said = len(self.causes(attempt))
+                if said and first_word is None:
+                    first_word = now
+                if self.signalled is not None and said == self.plan.world_size:
                     return  # srun may take longer to end than we have to live
             if first_word is not None and now - first_word > LAST_WORD_S:
                 launched.kill()  # a rank that cannot die (a hung file system) must not hold the run
