@@ -254,6 +254,7 @@ def test_the_comparison_notices_a_run_that(cluster: Cluster, undisturbed: Run, m
         assert differing_tensors(run.final(), undisturbed.final()) != []
 
 
+@pytest.mark.long  # once in four runs the sandbox did not start the requeued job within three minutes
 def test_a_lost_node_costs_the_steps_since_the_last_checkpoint_and_nothing_else(
     cluster: Cluster, undisturbed: Run
 ) -> None:
