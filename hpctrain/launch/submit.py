@@ -195,7 +195,7 @@ def freeze(config: Config, plan: RunPlan, *, new_code: bool = True) -> RunDirect
 
 
 def submit(config: Config, plan: RunPlan, *, new_code: bool = True) -> Submitted:
-    """Send the run behind a `checked_plan`; with `cluster.kind=local` carry it out here. Raises HpctrainError."""
+    """Send the run behind a `checked_plan`; `cluster.kind=local`: carry it out here. Raises HpctrainError."""
     if run_directory(config).done.exists():
         check_identity(run_directory(config), config)
         return Submitted(run_directory(config), None, "is done already")
