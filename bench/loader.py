@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from hpctrain.config.schema import DataConfig
+from hpctrain.config.schema import ImageDataConfig
 from hpctrain.data.images import Augmentation, load_image
 from hpctrain.data.loader import build_train_loader
 from hpctrain.data.prepare import pack_images
@@ -96,7 +96,7 @@ def count_images(batches: Iterator[torch.Tensor]) -> int:
 def run_ours(split: ShardSet, workers: int, min_scale: float, scaled: bool) -> Run:
     mean = 255 * torch.tensor(MEAN).view(1, 3, 1, 1)
     inverse_std = 1 / (255 * torch.tensor(STD).view(1, 3, 1, 1))
-    data = DataConfig(
+    data = ImageDataConfig(
         num_workers=workers,
         random_crop_min_scale=min_scale,
         flip=True,

@@ -87,7 +87,7 @@ def make_config(case: Case, root: Path) -> schema.Config:
     return schema.Config(
         model=schema.VisionConfig(backbone=case.backbone, embedding_dim=128, image_size=size),
         cluster=schema.ClusterConfig(ranks_per_node=WORLD),
-        data=schema.DataConfig(root=str(root), num_workers=0),
+        data=schema.ImageDataConfig(root=str(root), num_workers=0),
         optim=schema.OptimConfig(
             warmup_epochs=WARMUP_EPOCHS, global_batch_size=case.per_rank * WORLD, **optim
         ),

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpctrain.checkpoint import store, writer
 from hpctrain.config.load import save_config
-from hpctrain.config.schema import Config, DataConfig, OptimConfig, VisionConfig
+from hpctrain.config.schema import Config, ImageDataConfig, OptimConfig, VisionConfig
 from hpctrain.data.prepare import pack_images
 from hpctrain.errors import CheckpointError, ConfigError, DataError
 from hpctrain.export import main
@@ -63,7 +63,7 @@ def save_run(run: Path, states: dict[int, dict[str, Any]], backbone: str, ema_de
     # The weights that the run began with need not be there any more.
     model.pretrained = "/nowhere.safetensors"
     optim = OptimConfig(ema_decay=ema_decay)
-    save_config(Config(model=model, optim=optim, data=DataConfig(root="data")), run / "config.yaml")
+    save_config(Config(model=model, optim=optim, data=ImageDataConfig(root="data")), run / "config.yaml")
     facts = {"num_identities": 3, "behaviours": ["running", "falling"], "identities": ["an", "bình", "chi"]}
     (run / "data.json").write_text(json.dumps(facts))
     run_ranks(1, save)

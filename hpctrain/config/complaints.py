@@ -23,7 +23,8 @@ def explain(error: OmegaConfBaseException) -> ConfigError:
     first_line = str(error).strip().splitlines()[0]
     missing = re.search(r"of type `(\w+)` has missing mandatory value: (\w+)", first_line)
     if missing:
-        group = next((g for g, name in _groups().items() if name == missing[1]), "")
+        names = {kind.__name__: group for group, kinds in _groups().items() for kind in kinds}
+        group = names.get(missing[1], "")
         key = f"{group}.{missing[2]}".lstrip(".")
         return ConfigError(f"{key} is not set", "it has no default", f"add {key}=VALUE")
     if key in known_keys():
@@ -119,22 +120,27 @@ _RULES: dict[str, Callable[[re.Match[str], str, Exception], ConfigError]] = {
 }
 
 
-def _groups() -> dict[str, str]:
-    """Group name to the name of its dataclass."""
-    fields = {field.name: str(field.type) for field in dataclasses.fields(schema.Config)}
-    groups = {name: kind for name, kind in fields.items() if kind.endswith("Config")}
-    return {**groups, "model": schema.VisionConfig.__name__}
+def _groups() -> dict[str, list[type]]:
+    """Group name to its dataclasses: one, or one for each kind of model and data."""
+    groups = {}
+    for field in dataclasses.fields(schema.Config):
+        if str(field.type).endswith("Config"):
+            base = getattr(schema, str(field.type))
+            groups[field.name] = base.__subclasses__() or [base]
+    return groups
 
 
 def _fields() -> dict[str, dataclasses.Field[object]]:
     """Every dotted key of the schema."""
-    found = {}
-    for outer in dataclasses.fields(schema.Config):
-        group = _groups().get(outer.name)
-        if group is None:
-            found[outer.name] = outer
-        else:
-            found |= {f"{outer.name}.{f.name}": f for f in dataclasses.fields(getattr(schema, group))}
+    groups = _groups()
+    found = {outer.name: outer for outer in dataclasses.fields(schema.Config) if outer.name not in groups}
+    for group, classes in groups.items():
+        for inner in (field for kind in classes for field in dataclasses.fields(kind)):
+            nested = getattr(schema, str(inner.type), None)
+            if dataclasses.is_dataclass(nested):
+                found |= {f"{group}.{inner.name}.{f.name}": f for f in dataclasses.fields(nested)}
+            else:
+                found[f"{group}.{inner.name}"] = inner
     return found
 
 

@@ -9,15 +9,13 @@ from pathlib import Path
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
-from hpctrain.config.load import to_config
+from hpctrain.config.load import DATA_CONFIGS, MODEL_CONFIGS, to_config
 from hpctrain.config.schema import (
     CheckpointConfig,
     ClusterConfig,
     Config,
-    DataConfig,
     OptimConfig,
     ParallelismConfig,
-    VisionConfig,
 )
 from hpctrain.errors import ConfigError
 
@@ -25,14 +23,17 @@ SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,150}")
 
 
 def register_schemas() -> None:
-    """Tell Hydra the types; an option file of `model/` begins with `defaults: [_vision, _self_]`."""
+    """Tell Hydra the types; an option file of `model/` or `data/` begins with its kind's, such as
+    `defaults: [_vision, _self_]`."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
-    store.store(group="model", name="_vision", node=VisionConfig)
+    for kind, model in MODEL_CONFIGS.items():
+        store.store(group="model", name=f"_{kind}", node=model)
+    for kind, data in DATA_CONFIGS.items():
+        store.store(group="data", name=f"_{kind}", node=data)
     groups: dict[str, type] = {
         "parallelism": ParallelismConfig,
         "cluster": ClusterConfig,
-        "data": DataConfig,
         "optim": OptimConfig,
         "checkpoint": CheckpointConfig,
     }

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hpctrain.config.complaints import explain, nearest
-from hpctrain.config.schema import Config, ModelConfig, VisionConfig
+from hpctrain.config.schema import (
+    Config,
+    DataConfig,
+    DecoderConfig,
+    ImageDataConfig,
+    ModelConfig,
+    TokenDataConfig,
+    VisionConfig,
+)
 from hpctrain.errors import ConfigError
 
-MODEL_CONFIGS: dict[str, type[ModelConfig]] = {"vision": VisionConfig}
+T = TypeVar("T")
+MODEL_CONFIGS: dict[str, type[ModelConfig]] = {"vision": VisionConfig, "decoder": DecoderConfig}
+DATA_CONFIGS: dict[str, type[DataConfig]] = {"images": ImageDataConfig, "tokens": TokenDataConfig}
 
 
 def conf_dir() -> Path:
@@ -76,6 +86,12 @@ def check_overrides(overrides: list[str]) -> None:
             )
 
 
+def _class_of(known: dict[str, type[T]], kind: str, where: str) -> type[T]:
+    if kind not in known:
+        raise ConfigError(f"{where}={kind}", f"known kinds: {', '.join(known)}")
+    return known[kind]
+
+
 def load_config(path: Path, overrides: list[str] | None = None) -> Config:
     """Read a frozen config.yaml, with `key=value` overrides on top. Raises ConfigError."""
     if not path.exists():
@@ -85,10 +101,9 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
     check_overrides(overrides or [])
     try:
         raw = OmegaConf.load(path)
-        kind = raw.model.kind
-        if kind not in MODEL_CONFIGS:
-            raise ConfigError(f"{path}: model.kind={kind}", f"known kinds: {', '.join(MODEL_CONFIGS)}")
-        base = OmegaConf.structured(Config(model=MODEL_CONFIGS[kind]()))
+        model = _class_of(MODEL_CONFIGS, raw.model.kind, f"{path}: model.kind")
+        data = _class_of(DATA_CONFIGS, raw.data.kind, f"{path}: data.kind")
+        base = OmegaConf.structured(Config(model=model(), data=data()))
         merged = OmegaConf.merge(base, raw, OmegaConf.from_dotlist([o.lstrip("+") for o in overrides or []]))
     except OmegaConfBaseException as error:
         raise explain(error) from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 # Member names are what users type, so they are lower case (OmegaConf matches enums by name).
 
@@ -30,6 +31,28 @@ class Precision(Enum):
 
     fp32 = "fp32"
     bf16 = "bf16"
+    fp16 = "fp16"  #: with loss scaling
+
+
+class Checkpointing(Enum):
+    """Which activations of a block are kept for backward; the others are computed again."""
+
+    none = "none"  #: all are kept
+    selective = "selective"  #: the results of matrix products are kept
+    full = "full"  #: only the input of a block is kept
+
+
+class DecoderFamily(Enum):
+    """Hugging Face's `model_type` of the decoders that are known here."""
+
+    llama = "llama"
+    mistral = "mistral"
+    qwen2 = "qwen2"
+    qwen3 = "qwen3"
+
+
+# Its members are written as the field writes them; `1f1b` is no Python name.
+Schedule = Enum("Schedule", ["gpipe", "1f1b", "interleaved_1f1b"])
 
 
 class GradientCompression(Enum):
@@ -88,6 +111,46 @@ class VisionConfig(ModelConfig):
 
 
 @dataclass(kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021): W x + (alpha / rank) · B A x, where only A and B are trained."""
+
+    rank: int = 0  #: 0 trains the whole model
+    alpha: float = 16.0
+    dropout: float = 0.0  #: of the adapter's input
+    targets: list[str] = field(
+        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+
+
+@dataclass(kw_only=True)
+class DecoderConfig(ModelConfig):
+    """A decoder of the Llama, Mistral, Qwen2 or Qwen3 family; fields are named as in its config.json."""
+
+    kind: str = "decoder"
+    family: DecoderFamily = DecoderFamily.llama
+    pretrained: str | None = None  #: Hugging Face folder with weights and tokenizer; null starts at random
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 32
+    head_dim: int | None = None  #: null takes hidden_size / num_attention_heads
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None  #: as in config.json: rope_type linear, dynamic, yarn, llama3
+    attention_bias: bool = False  #: bias of q, k and v (always on in qwen2)
+    sliding_window: int | None = None  #: tokens that attention looks back; null for all
+    max_window_layers: int = 0  #: qwen2 and qwen3: layers from this one on use the sliding window
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02  #: standard deviation of random weights
+    residual_dropout: float = 0.0  #: of what each attention and MLP adds to the residual stream
+    loss_chunk_tokens: int = 0  #: tokens whose logits exist at once; 0 for all of a microbatch
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+
+@dataclass(kw_only=True)
 class ParallelismConfig:
     """How the ranks share the work. At most one degree may be -1: it is filled in and printed."""
 
@@ -98,8 +161,15 @@ class ParallelismConfig:
     microbatch_size: int | None = (
         None  #: samples per data-parallel rank per forward; null takes the whole share
     )
-    compile: bool = False  #: torch.compile the backbone
-    bucket_mib: int = 25  #: size of a gradient bucket, MiB
+    schedule: Schedule = Schedule["1f1b"]  #: order of microbatches in the pipeline
+    stages_per_rank: int = 1  #: pipeline stages on each rank; more than 1 with interleaved_1f1b only
+    layers_per_stage: list[int] | None = None  #: layers of each stage, first to last; null cuts by cost
+    sequence_parallel: bool = False  #: tp ranks also share the tokens between the matrices
+    reshard_after_forward: bool = True  #: dp_shard: drop gathered weights after forward (ZeRO-3), else keep
+    checkpointing: Checkpointing = Checkpointing.none
+    offload_optimizer: bool = False  #: weights, gradients and optimizer states live in host memory
+    compile: bool = False  #: torch.compile the backbone, or each block of a decoder
+    bucket_mib: int = 25  #: size of a gradient bucket, MiB (dp_replicate only)
 
 
 @dataclass(kw_only=True)
@@ -141,18 +211,35 @@ class ClusterConfig:
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """Where samples come from and how they are read."""
+    """Where samples come from and how they are read. Each kind of data has a subclass."""
 
+    kind: str = "images"
     root: str = "???"  #: folder of packed shards with train/ and val/
-    synthetic_identities: int = 0  #: if positive and `root` is missing, draw this many faces into it
     num_workers: int = 2  #: loader processes per rank
     prefetch: int = 4  #: batches each worker prepares ahead
     block_samples: int = 256  #: neighbouring samples that are read together
     window_blocks: int = 16  #: blocks that are mixed with each other
+
+
+@dataclass(kw_only=True)
+class ImageDataConfig(DataConfig):
+    """Images packed by `hpctrain data images`."""
+
+    kind: str = "images"
+    synthetic_identities: int = 0  #: if positive and `root` is missing, draw this many faces into it
     random_crop_min_scale: float = 0.8  #: smallest area share of the random crop; 1 takes the whole image
     flip: bool = True  #: mirror half of the images
     color_jitter: float = 0.1  #: strength of brightness and contrast changes
     scaled_decode: bool = False  #: let the JPEG decoder skip detail that the resize would drop
+
+
+@dataclass(kw_only=True)
+class TokenDataConfig(DataConfig):
+    """Tokens packed by `hpctrain data tokens`; a sample is a sequence of whole documents and padding."""
+
+    kind: str = "tokens"
+    sequence_length: int = 4096  #: tokens of a sample
+    synthetic_documents: int = 0  #: if positive and `root` is missing, write this many made-up calls into it
 
 
 @dataclass(kw_only=True)
@@ -171,6 +258,7 @@ class OptimConfig:
     clip_norm: float | None = None  #: largest global gradient norm; null for no clipping
     ema_decay: float | None = None  #: decay of the averaged weights; null for none
     precision: Precision = Precision.fp32
+    fp16_accumulation: bool = False  #: precision fp16: sum products in fp16 too, twice as fast on GeForce
     gradient_compression: GradientCompression = GradientCompression.none
 
 
@@ -206,7 +294,7 @@ class Config:
     model: ModelConfig = field(default_factory=VisionConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataConfig = field(default_factory=ImageDataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hpctrain.config.schema import Config, Precision, VisionConfig
+from hpctrain.config.schema import Config, ImageDataConfig, Precision, VisionConfig
 from hpctrain.core import rng
 from hpctrain.core.data_parallel import apply_data_parallel, settle_buckets, sync_buffers
 from hpctrain.core.evaluate import evaluate
@@ -106,6 +106,7 @@ class Training:
     def _build_feed(self) -> None:
         config, mesh = self.config, self.mesh
         on_gpu = mesh.device.type == "cuda"
+        assert isinstance(config.data, ImageDataConfig)
         loader = build_train_loader(
             self.train_shards,
             image_size=self.image_size,
@@ -228,6 +229,7 @@ class Training:
 
     def _evaluate(self, folder: Path) -> dict[str, float] | None:
         sync_buffers(self.model, self.ema)
+        assert isinstance(self.config.data, ImageDataConfig)
         batches = build_eval_loader(
             ShardSet(folder),
             image_size=self.image_size,

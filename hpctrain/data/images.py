@@ -34,7 +34,7 @@ class DamagedImageError(Exception):
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How training images are changed; the fields are those of DataConfig."""
+    """How training images are changed; the fields are those of ImageDataConfig."""
 
     min_scale: float  #: smallest area share of the random crop, in (0, 1]; 1 takes the whole image
     flip: bool  #: mirror half of the images

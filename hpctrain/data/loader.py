@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from hpctrain.config.schema import DataConfig
+from hpctrain.config.schema import ImageDataConfig
 from hpctrain.data.batch import Batch, ImageReader, label_counts, make_batch
 from hpctrain.data.images import Augmentation
 from hpctrain.data.order import rank_positions, steps_before, steps_per_epoch
@@ -65,7 +65,7 @@ def build_train_loader(
     shards: ShardSet,
     *,
     image_size: Sequence[int],
-    data: DataConfig,
+    data: ImageDataConfig,
     seed: int,
     global_batch_size: int,
     rank: int,
@@ -149,7 +149,7 @@ class _TrainItems(Dataset["Batch | DataError"]):
         self,
         shards: ShardSet,
         image_size: tuple[int, int],
-        data: DataConfig,
+        data: ImageDataConfig,
         seed: int,
         share: RankShare,
         num_microbatches: int,

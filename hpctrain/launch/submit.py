@@ -13,7 +13,15 @@ from pathlib import Path
 
 from hpctrain import slurm
 from hpctrain.config.load import load_config, save_config, to_dict
-from hpctrain.config.schema import ClusterKind, Config, DataConfig, ModelConfig, VisionConfig
+from hpctrain.config.schema import (
+    ClusterKind,
+    Config,
+    DataConfig,
+    ImageDataConfig,
+    ModelConfig,
+    TokenDataConfig,
+    VisionConfig,
+)
 from hpctrain.errors import ConfigError, PlanError
 from hpctrain.launch.environment import allocation, submit_folder
 from hpctrain.launch.script import check_options, check_sbatch, clean_environment, make_executor, refused
@@ -54,7 +62,7 @@ def run_directory(config: Config) -> RunDirectory:
 def check_data(config: Config) -> None:
     """Refuse a missing data folder before anything is queued, unless the run draws its own."""
     root = Path(config.data.root)
-    if config.data.synthetic_identities == 0 and not (root / "train" / "meta.json").is_file():
+    if not draws_its_own(config.data) and not (root / "train" / "meta.json").is_file():
         what = "it does not exist" if not root.exists() else "it has no train/meta.json"
         raise ConfigError(
             f"data.root={root}",
@@ -127,17 +135,23 @@ def check_model(model: ModelConfig) -> None:
         )
 
 
-def draw_faces(data: DataConfig) -> None:
+def draws_its_own(data: DataConfig) -> bool:
+    """Whether the experiment makes its data on first use."""
+    if isinstance(data, ImageDataConfig):
+        return data.synthetic_identities > 0
+    return isinstance(data, TokenDataConfig) and data.synthetic_documents > 0
+
+
+def draw_data(data: DataConfig) -> None:
     """Make the data of an experiment that draws its own; at once if they are there. Raises ConfigError when
     something else is."""
-    if not data.synthetic_identities:
-        return
-    from hpctrain.data.synthetic import make_faces
-
     root = Path(data.root)
-    if not root.exists():
-        print(f"hpctrain: drawing {data.synthetic_identities} faces into {root}", file=sys.stderr, flush=True)
-    make_faces(root, num_identities=data.synthetic_identities)
+    if draws_its_own(data) and not root.exists():
+        print(f"hpctrain: making synthetic data in {root}", file=sys.stderr, flush=True)
+    if isinstance(data, ImageDataConfig) and data.synthetic_identities:
+        from hpctrain.data.synthetic import make_faces
+
+        make_faces(root, num_identities=data.synthetic_identities)
 
 
 def check_identity(run: RunDirectory, config: Config) -> None:
@@ -183,7 +197,7 @@ def freeze(config: Config, plan: RunPlan, *, new_code: bool = True) -> RunDirect
     check_identity(run, config)
     check_not_live(run)
     check_not_stopped(run)
-    draw_faces(config.data)
+    draw_data(config.data)
     run.create()
     if new_code or not (run.code / "current").exists():
         freeze_code(run.code)

@@ -8,6 +8,7 @@ from hpctrain.config.schema import (
     Device,
     GpuRequest,
     GradientCompression,
+    ImageDataConfig,
     Precision,
     VisionConfig,
 )
@@ -89,7 +90,6 @@ def range_findings(config: Config) -> list[str]:
     }
     not_negative = {
         "data.num_workers": config.data.num_workers,
-        "data.synthetic_identities": config.data.synthetic_identities,
         "checkpoint.every_steps": config.checkpoint.every_steps,
         "checkpoint.keep_every_steps": config.checkpoint.keep_every_steps,
         "eval_every_epochs": config.eval_every_epochs,
@@ -109,6 +109,12 @@ def range_findings(config: Config) -> list[str]:
     decay = config.optim.ema_decay
     if decay is not None and not 0 < decay < 1:
         found.append(f"optim.ema_decay={decay}: between 0 and 1")
-    if not 0 < config.data.random_crop_min_scale <= 1:
-        found.append(f"data.random_crop_min_scale={config.data.random_crop_min_scale}: above 0, at most 1")
+    if isinstance(config.data, ImageDataConfig):
+        scale = config.data.random_crop_min_scale
+        if not 0 < scale <= 1:
+            found.append(f"data.random_crop_min_scale={scale}: above 0, at most 1")
+        if config.data.synthetic_identities < 0:
+            found.append(
+                f"data.synthetic_identities={config.data.synthetic_identities}: must not be negative"
+            )
     return found

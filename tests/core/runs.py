@@ -13,7 +13,7 @@ from hpctrain.config.schema import (
     CheckpointConfig,
     ClusterConfig,
     Config,
-    DataConfig,
+    ImageDataConfig,
     OptimConfig,
     VisionConfig,
 )
@@ -31,7 +31,7 @@ def make_config(root: Path, ranks: int, **optim: Any) -> Config:
     return Config(
         model=VisionConfig(backbone="test_resnet", embedding_dim=16, image_size=[32, 32], drop_rate=0.2),
         cluster=ClusterConfig(ranks_per_node=ranks),
-        data=DataConfig(root=str(root), num_workers=0),
+        data=ImageDataConfig(root=str(root), num_workers=0),
         optim=OptimConfig(
             **{"global_batch_size": 12, "num_epochs": 3, "ema_decay": 0.9, "clip_norm": 1.0, **optim}
         ),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpctrain.config.schema import DataConfig
+from hpctrain.config.schema import ImageDataConfig
 from hpctrain.data import loader as loader_module
 from hpctrain.data.batch import Batch
 from hpctrain.data.loader import TrainLoader, build_eval_loader, build_train_loader
@@ -31,8 +31,8 @@ STEPS = 4  # 90 samples in batches of 24
 SIZE = [16, 14]
 
 
-def _data(num_workers: int = 0, **changed: Any) -> DataConfig:
-    return DataConfig(num_workers=num_workers, prefetch=2, block_samples=8, window_blocks=3, **changed)
+def _data(num_workers: int = 0, **changed: Any) -> ImageDataConfig:
+    return ImageDataConfig(num_workers=num_workers, prefetch=2, block_samples=8, window_blocks=3, **changed)
 
 
 def _loader(shards: ShardSet, rank: int = 0, world: int = 1, **changed: Any) -> TrainLoader:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpctrain.config.schema import DataConfig
+from hpctrain.config.schema import ImageDataConfig
 from hpctrain.data.loader import build_train_loader
 from hpctrain.data.shards import INDEX_DTYPE, INDEX_NAME, META_NAME, ShardInfo, ShardSet, SplitMeta
 from hpctrain.data.share import RankShare
@@ -19,7 +19,7 @@ SAMPLE_BYTES = 32 << 10
 NUM_SAMPLES = 4096 - 10  # the last block is shorter
 BATCH = 128
 # 16 blocks of 2 MiB are mixed: 8 batches.
-DATA = DataConfig(num_workers=0, block_samples=64, window_blocks=16, color_jitter=0.0)
+DATA = ImageDataConfig(num_workers=0, block_samples=64, window_blocks=16, color_jitter=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_the_last_window_of_an_epoch_asks_for_the_first_of_the_next(rank: int) -
 
 def test_the_ranks_of_a_large_run_read_whole_blocks_that_no_other_reads() -> None:
     # vision_city: 20 million samples, 32 ranks, batches of 4096, windows of 256 blocks × 256 samples.
-    data = DataConfig(block_samples=256, window_blocks=256)
+    data = ImageDataConfig(block_samples=256, window_blocks=256)
     asked: Counter[int] = Counter()
     for rank in (0, 1, 17, 31):
         share = _large_share(data, rank)
@@ -154,5 +154,5 @@ def test_the_ranks_of_a_large_run_read_whole_blocks_that_no_other_reads() -> Non
     assert max(asked.values()) == 1
 
 
-def _large_share(data: DataConfig, rank: int) -> RankShare:
+def _large_share(data: ImageDataConfig, rank: int) -> RankShare:
     return RankShare(20_000_000, data, 0, 4096, rank, 32, 16, 4883)
