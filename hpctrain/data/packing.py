@@ -7,16 +7,12 @@ written again. Beside it a part file keeps its index records and damaged images 
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import os
 import tarfile
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +20,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from hpctrain.data.progress import show_progress
+from hpctrain.data.restartable import run_jobs, write_atomically
 from hpctrain.data.shards import INDEX_DTYPE
-from hpctrain.errors import DataError
 
 TAR_OVERHEAD_BYTES = 2 * 512 + 512 + 512  #: two headers, the label file, padding: about this a sample
 
@@ -159,39 +154,7 @@ def write_shards(jobs: Iterator[ShardJob], num_samples: int, num_processes: int,
     Raises:
         DataError: a process was killed.
     """
-    if num_processes == 1:
-        with show_progress("packing", num_samples, "images", show) as advance:
-            for job in jobs:
-                advance(write_shard(job))
-        return
-    # Forks, made at the first submit: before the progress bar has a thread.
-    with ProcessPoolExecutor(num_processes, mp_context=get_context("fork")) as pool:
-        try:
-            pending = {pool.submit(write_shard, job) for job in itertools.islice(jobs, 2 * num_processes)}
-            with show_progress("packing", num_samples, "images", show) as advance:
-                while pending:
-                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        advance(future.result())
-                    pending |= {pool.submit(write_shard, job) for job in itertools.islice(jobs, len(done))}
-        except BrokenProcessPool as error:
-            raise DataError(
-                "a packing process was killed",
-                f"{error} (the kernel does that when memory runs out)",
-                "give the same command again, with fewer --processes: it goes on where it was",
-            ) from None
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file that appears under its name only when it is whole and on the disk."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(partial, "wb") as file:
-        file.write(content)
-        _to_disk(file)
-    os.replace(partial, path)
+    run_jobs(write_shard, jobs, num_samples, "images", num_processes, show)
 
 
 def _write_part(path: Path, index: npt.NDArray[Any], damaged: list[tuple[str, str]], size_bytes: int) -> None:

@@ -24,14 +24,14 @@ import pyarrow.compute as pc
 
 from hpctrain.data import listing
 from hpctrain.data.order import Stream, permutation
-from hpctrain.data.packing import DAMAGE, TAR_OVERHEAD_BYTES, Encoding, encode, write_atomically, write_shards
+from hpctrain.data.packing import DAMAGE, TAR_OVERHEAD_BYTES, Encoding, encode, write_shards
+from hpctrain.data.restartable import read_begun, record_begun, write_atomically
 from hpctrain.data.shards import SplitMeta
 from hpctrain.data.split import Split
 from hpctrain.errors import ConfigError
 
 DAMAGED_NAME = "damaged.txt"
 
-_OPTIONS_NAME = "pack.json"
 _TRIED_IMAGES = 64  #: encoded beforehand to learn the mean size
 _DEFAULT_IMAGE_BYTES = 64 << 10
 
@@ -182,28 +182,6 @@ def _check_options(
             )
 
 
-def _begin(out: Path, options: dict[str, Any]) -> int | None:
-    """Returns the samples per shard of the run that began `out`, or None where none did."""
-    try:
-        begun = json.loads((out / _OPTIONS_NAME).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(
-                f"cannot pack into {out}", "something else is in it", "give a new or an empty folder"
-            ) from None
-        return None
-    different = sorted(name for name in options if begun["options"].get(name) != options[name])
-    if different:
-        was = ", ".join(f"{name}={begun['options'].get(name)}" for name in different)
-        now = ", ".join(f"{name}={options[name]}" for name in different)
-        raise ConfigError(
-            f"{out} was begun with other options or other images: {was}",
-            f"now {now}",
-            "give the options it was begun with, another folder, or delete this one",
-        )
-    return int(begun["samples_per_shard"])
-
-
 def _make_splits(
     source: Path,
     out: Path,
@@ -214,21 +192,16 @@ def _make_splits(
 ) -> list[Split]:
     """Returns the splits that have rows, as the run that began `out` cut them, or begins it."""
     seed = options["seed"]
-    per_shard = _begin(out, options) or _record(
-        out, options, _samples_per_shard(source, table, encoding, options["shard_mib"], seed)
-    )
+    begun = read_begun(out, options, "images")
+    if begun is None:
+        begun = {"samples_per_shard": _samples_per_shard(source, table, encoding, options["shard_mib"], seed)}
+        record_begun(out, options, **begun)
+    per_shard = int(begun["samples_per_shard"])
     return [
         Split(source, out / name, table, np.flatnonzero(mask), encoding, per_shard, seed)
         for name, mask in {"train": ~is_val, "val": is_val}.items()
         if mask.any()
     ]
-
-
-def _record(out: Path, options: dict[str, Any], samples_per_shard: int) -> int:
-    out.mkdir(parents=True, exist_ok=True)
-    begun = {"options": options, "samples_per_shard": samples_per_shard}
-    write_atomically(out / _OPTIONS_NAME, json.dumps(begun, ensure_ascii=False, indent=1).encode())
-    return samples_per_shard
 
 
 def _samples_per_shard(source: Path, table: pa.Table, encoding: Encoding, shard_mib: int, seed: int) -> int:

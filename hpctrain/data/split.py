@@ -22,8 +22,8 @@ from hpctrain.data.packing import (
     ShardPart,
     part_path,
     shard_name,
-    write_atomically,
 )
+from hpctrain.data.restartable import write_atomically
 from hpctrain.data.shards import INDEX_NAME, MAX_BEHAVIOURS, META_NAME, ShardInfo, SplitMeta
 from hpctrain.errors import ConfigError, DataError
 

@@ -8,9 +8,6 @@ versions: a data set is drawn once and then read.
 from __future__ import annotations
 
 import csv
-import json
-import os
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFilter
 
 from hpctrain.data.faces import BEHAVIOURS, DRAWING_VERSION, Person, draw_face, make_person
 from hpctrain.data.prepare import pack_images
-from hpctrain.data.shards import META_NAME
+from hpctrain.data.restartable import make_once
 from hpctrain.errors import ConfigError
 
 _SIZE = (112, 96)
@@ -52,18 +49,14 @@ def make_faces(
         ConfigError: `out` holds something else, or faces of another version, or there are fewer than two
             identities.
     """
-    if _is_packed(out):
-        _check_version(out)
-        return
-    if num_identities < 2 or images_per_identity < 1:
-        raise ConfigError(
-            f"cannot draw {images_per_identity} faces each of {num_identities} people",
-            "train and val need different people",
-            "set data.synthetic_identities to 2 or more",
-        )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = out.with_name(f".{out.name}.{os.uname().nodename}.{os.getpid()}")
-    try:
+
+    def make(work: Path) -> None:
+        if num_identities < 2 or images_per_identity < 1:
+            raise ConfigError(
+                f"cannot draw {images_per_identity} faces each of {num_identities} people",
+                "train and val need different people",
+                "set data.synthetic_identities to 2 or more",
+            )
         _draw_all(work / "drawn", num_identities, images_per_identity, seed, size)
         pack_images(
             work / "drawn",
@@ -73,38 +66,8 @@ def make_faces(
             seed=seed,
             show=False,
         )
-        (work / "packed" / _DRAWING_NAME).write_text(json.dumps({"version": DRAWING_VERSION}))
-        _move(work / "packed", out)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
-
-def _is_packed(out: Path) -> bool:
-    return (out / "train" / META_NAME).exists() and (out / "val" / META_NAME).exists()
-
-
-def _check_version(out: Path) -> None:
-    try:
-        version = json.loads((out / _DRAWING_NAME).read_text())["version"]
-    except FileNotFoundError:
-        version = "an earlier one, or these are images of your own"
-    if version != DRAWING_VERSION:
-        raise ConfigError(
-            f"data.root={out} should hold faces of drawing version {DRAWING_VERSION}",
-            f"found version: {version}",
-            "data.synthetic_identities=0 (or data=shards) for images of your own; another data.root, or this "
-            "folder removed, to have them drawn",
-        )
-
-
-def _move(packed: Path, out: Path) -> None:
-    try:
-        os.rename(packed, out)
-    except OSError as error:
-        if not _is_packed(out):  # otherwise another process was first
-            raise ConfigError(
-                f"cannot put drawn faces into {out}", str(error), "set data.root to a new folder"
-            ) from None
+    make_once(out, _DRAWING_NAME, DRAWING_VERSION, "data.synthetic_identities", make)
 
 
 def _draw_all(folder: Path, num_identities: int, per_identity: int, seed: int, size: tuple[int, int]) -> None:
