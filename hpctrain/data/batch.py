@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +21,27 @@ from hpctrain.errors import DataError
 _MAX_DAMAGED_IN_A_ROW = 100
 
 
+class TensorFields:
+    """What a dataclass of tensors can do with all of them at once; its other fields stay."""
+
+    def pin_memory(self) -> Self:
+        """Returns the batch in page-locked memory, from which copies to the device are asynchronous."""
+        return self._map(torch.Tensor.pin_memory)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """Returns the batch on a device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                values[name] = function(value)
+        return type(self)(**values)
+
+
 @dataclass
-class Batch:
+class Batch(TensorFields):
     """One microbatch of one rank."""
 
     image_BCHW: torch.Tensor  #: uint8
@@ -39,21 +58,6 @@ class Batch:
     #: Samples whose image could not be decoded, with the reason. The pixels of the next readable sample
     #: in id order stand in for them, with weight 0.
     damaged: list[tuple[int, str]] = field(default_factory=list)
-
-    def pin_memory(self) -> Batch:
-        """Returns the batch in page-locked memory, from which copies to the device are asynchronous."""
-        return self._map(torch.Tensor.pin_memory)
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """Returns the batch on a device."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor):
-                values[name] = function(value)
-        return Batch(**values)
 
 
 class ImageReader:

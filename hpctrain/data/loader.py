@@ -8,56 +8,91 @@ epoch; padding at the end of an epoch, and samples whose image is damaged, have 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from hpctrain.config.schema import ImageDataConfig
-from hpctrain.data.batch import Batch, ImageReader, label_counts, make_batch
+from hpctrain.data.batch import Batch, ImageReader, TensorFields, label_counts, make_batch
 from hpctrain.data.images import Augmentation
-from hpctrain.data.order import rank_positions, steps_before, steps_per_epoch
+from hpctrain.data.order import Int64Array, rank_positions, steps_per_epoch
 from hpctrain.data.shards import ShardSet
-from hpctrain.data.share import RankShare
-from hpctrain.errors import ConfigError, DataError
+from hpctrain.data.share import (
+    IdRange,
+    RankShare,
+    Samples,
+    check_not_empty,
+    count_microbatches,
+    remaining_steps,
+)
+from hpctrain.errors import DataError
 
 # Slurm signals every process of a step; only the training process may answer (it saves and stops).
 _WORKERS_IGNORE = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 
 
-class TrainLoader:
+AnyBatch = TypeVar("AnyBatch", bound=TensorFields)
+#: Makes a batch of sample ids, of which some are real, for a step of an epoch; the last argument are the
+#: real samples of the whole global batch. Errors are returned: raised in a worker, they would come out as
+#: tracebacks.
+MakeBatch = Callable[[Int64Array, npt.NDArray[np.bool_], int, int, Int64Array], AnyBatch | DataError]
+
+
+class TrainLoader(Generic[AnyBatch]):
     """Iterates over the remaining steps of the remaining epochs: a list of microbatches a step."""
 
-    def __init__(self, items: _TrainItems, start: int, stop: int, loading: dict[str, Any]) -> None:
-        self.steps_per_epoch = items.steps_per_epoch
-        self._num_microbatches = items.num_microbatches
-        self._items = range(start * self._num_microbatches, stop * self._num_microbatches)
+    def __init__(
+        self,
+        make: MakeBatch[AnyBatch],
+        share: RankShare,
+        steps: range,
+        num_microbatches: int,
+        loading: dict[str, Any],
+        read_ahead: Callable[[list[IdRange]], None] | None = None,
+    ) -> None:
+        items = _TrainItems(make, share, num_microbatches, read_ahead)
+        self.steps_per_epoch = share.steps_per_epoch
+        self._num_microbatches = num_microbatches
+        self._items = range(steps.start * num_microbatches, steps.stop * num_microbatches)
         self._loader = _make_data_loader(items, self._items, **loading)
 
     def __len__(self) -> int:
         """Returns the steps that remain."""
         return len(self._items) // self._num_microbatches
 
-    def __iter__(self) -> Iterator[list[Batch]]:
+    def __iter__(self) -> Iterator[list[AnyBatch]]:
         batches = _iterate(self._loader)
         for first in batches:
             yield [first, *(next(batches) for _ in range(self._num_microbatches - 1))]
 
 
-class EvalLoader:
+class EvalLoader(Generic[AnyBatch]):
     """Iterates over a whole split once, in id order: the same number of batches on every rank."""
 
-    def __init__(self, items: _EvalItems, loading: dict[str, Any]) -> None:
-        self._items = range(items.num_batches)
+    def __init__(
+        self,
+        make: MakeBatch[AnyBatch],
+        samples: Samples,
+        batch_size: int,
+        rank: int,
+        world: int,
+        loading: dict[str, Any],
+    ) -> None:
+        """Raises DataError when the split is empty."""
+        check_not_empty(samples)
+        items = _EvalItems(make, samples.num_samples, batch_size, rank, world)
+        self._items = range(steps_per_epoch(samples.num_samples, batch_size * world))
         self._loader = _make_data_loader(items, self._items, **loading)
 
     def __len__(self) -> int:
         """Returns the batches of a rank."""
         return len(self._items)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[AnyBatch]:
         return _iterate(self._loader)
 
 
@@ -74,7 +109,7 @@ def build_train_loader(
     num_epochs: int,
     microbatch_size: int | None = None,
     pin_memory: bool = False,
-) -> TrainLoader:
+) -> TrainLoader[Batch]:
     """Builds the loader of one rank. It yields `list[Batch]`, the microbatches of a step.
 
     Args:
@@ -92,29 +127,22 @@ def build_train_loader(
         ConfigError: the batch does not divide, or `samples_consumed` lies within a step.
         DataError: the split is empty.
     """
-    microbatch_size = microbatch_size or global_batch_size // world
-    if microbatch_size < 1 or global_batch_size % (world * microbatch_size):
-        raise ConfigError(
-            f"optim.global_batch_size={global_batch_size} must divide into microbatches for {world} ranks",
-            f"{world} data-parallel ranks × parallelism.microbatch_size {microbatch_size} = "
-            f"{world * microbatch_size}",
-            "set optim.global_batch_size to a multiple of it",
-        )
-    _check_not_empty(shards)
-    start = steps_before(samples_consumed, shards.num_samples, global_batch_size)
-    if start is None:
-        raise ConfigError(
-            f"cannot go on after {samples_consumed} samples: that lies within a step",
-            f"the split has {shards.num_samples} samples and optim.global_batch_size={global_batch_size}",
-            "resume with the data and the global batch size that the run had",
-        )
-    stop = num_epochs * steps_per_epoch(shards.num_samples, global_batch_size)
-    share = RankShare(shards.num_samples, data, seed, global_batch_size, rank, world, start, stop)
-    items = _TrainItems(
-        shards, _size(image_size), data, seed, share, global_batch_size // world // microbatch_size
+    size, augmentation = (
+        _size(image_size),
+        Augmentation(data.random_crop_min_scale, data.flip, data.color_jitter),
     )
+
+    def make(
+        ids: Int64Array, is_real: npt.NDArray[np.bool_], epoch: int, step: int, batch_ids: Int64Array
+    ) -> Batch | DataError:
+        reader = ImageReader(shards, size, augmentation, seed, epoch, data.scaled_decode)
+        return make_batch(shards, ids, is_real, reader, step, label_counts(shards, batch_ids))
+
+    num_microbatches = count_microbatches(global_batch_size, world, microbatch_size)
+    steps = remaining_steps(shards, global_batch_size, samples_consumed, num_epochs)
+    share = RankShare(shards.num_samples, data, seed, global_batch_size, rank, world, steps.start, steps.stop)
     loading = {"num_workers": data.num_workers, "prefetch": data.prefetch, "pin_memory": pin_memory}
-    return TrainLoader(items, start, stop, loading)
+    return TrainLoader(make, share, steps, num_microbatches, loading, shards.prefetch)
 
 
 def build_eval_loader(
@@ -128,7 +156,7 @@ def build_eval_loader(
     prefetch: int = 2,
     scaled_decode: bool = False,
     pin_memory: bool = False,
-) -> EvalLoader:
+) -> EvalLoader[Batch]:
     """Builds the loader of one rank over a whole split, each image resized whole, none changed.
 
     Batch `i` of rank `r` holds the samples from (i × world + r) × batch_size on. The end is filled with
@@ -137,76 +165,61 @@ def build_eval_loader(
     Raises:
         DataError: the split is empty.
     """
-    _check_not_empty(shards)
-    items = _EvalItems(shards, _size(image_size), batch_size, rank, world, scaled_decode)
-    return EvalLoader(items, {"num_workers": num_workers, "prefetch": prefetch, "pin_memory": pin_memory})
+    reader = ImageReader(shards, _size(image_size), None, 0, 0, scaled_decode)
+
+    def make(
+        ids: Int64Array, is_real: npt.NDArray[np.bool_], epoch: int, step: int, batch_ids: Int64Array
+    ) -> Batch | DataError:
+        return make_batch(shards, ids, is_real, reader, step, label_counts(shards, batch_ids))
+
+    loading = {"num_workers": num_workers, "prefetch": prefetch, "pin_memory": pin_memory}
+    return EvalLoader(make, shards, batch_size, rank, world, loading)
 
 
-class _TrainItems(Dataset["Batch | DataError"]):
+class _TrainItems(Dataset["AnyBatch | DataError"]):
     """Item `t` is microbatch `t` of this rank, counted from the first step of epoch 0."""
 
     def __init__(
         self,
-        shards: ShardSet,
-        image_size: tuple[int, int],
-        data: ImageDataConfig,
-        seed: int,
+        make: MakeBatch[AnyBatch],
         share: RankShare,
         num_microbatches: int,
+        read_ahead: Callable[[list[IdRange]], None] | None,
     ) -> None:
-        self.steps_per_epoch, self.num_microbatches = share.steps_per_epoch, num_microbatches
-        self._shards, self._image_size, self._seed = shards, image_size, seed
-        self._share, self._scaled_decode = share, data.scaled_decode
-        self._augmentation = Augmentation(data.random_crop_min_scale, data.flip, data.color_jitter)
+        self._make, self._share, self._num_microbatches = make, share, num_microbatches
+        self._read_ahead = read_ahead
 
-    def __getitem__(self, item: int) -> Batch | DataError:
-        step, microbatch = divmod(item, self.num_microbatches)
-        if microbatch == 0:  # whichever worker makes it: a rank asks once
-            self._shards.prefetch(self._share.ahead(step))
+    def __getitem__(self, item: int) -> AnyBatch | DataError:
+        step, microbatch = divmod(item, self._num_microbatches)
+        if microbatch == 0 and self._read_ahead:  # whichever worker makes it: a rank asks once
+            self._read_ahead(self._share.ahead(step))
         sample_ids, is_real = self._share.own(step)
-        size = len(sample_ids) // self.num_microbatches
+        size = len(sample_ids) // self._num_microbatches
         own = slice(microbatch * size, (microbatch + 1) * size)
-        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
-        reader = ImageReader(
-            self._shards, self._image_size, self._augmentation, self._seed, epoch, self._scaled_decode
-        )
-        counts = label_counts(self._shards, self._share.batch(step))
-        return make_batch(self._shards, sample_ids[own], is_real[own], reader, step_in_epoch, counts)
+        epoch, step_in_epoch = divmod(step, self._share.steps_per_epoch)
+        return self._make(sample_ids[own], is_real[own], epoch, step_in_epoch, self._share.batch(step))
 
 
-class _EvalItems(Dataset["Batch | DataError"]):
+class _EvalItems(Dataset["AnyBatch | DataError"]):
     """Item `i` is batch `i` of this rank."""
 
     def __init__(
-        self,
-        shards: ShardSet,
-        image_size: tuple[int, int],
-        batch_size: int,
-        rank: int,
-        world: int,
-        scaled_decode: bool,
+        self, make: MakeBatch[AnyBatch], num_samples: int, batch_size: int, rank: int, world: int
     ) -> None:
-        self.num_batches = steps_per_epoch(shards.num_samples, batch_size * world)
-        self._shards, self._batch_size, self._rank, self._world = shards, batch_size, rank, world
-        self._reader = ImageReader(shards, image_size, None, 0, 0, scaled_decode)
+        self._make, self._num_samples = make, num_samples
+        self._batch_size, self._rank, self._world = batch_size, rank, world
 
-    def __getitem__(self, item: int) -> Batch | DataError:
-        positions = rank_positions(item, self._batch_size * self._world, self._rank, self._world)
-        first = item * self._batch_size * self._world
-        everyone = np.arange(first, min(first + self._batch_size * self._world, self._shards.num_samples))
-        return make_batch(
-            self._shards,
-            positions % self._shards.num_samples,
-            positions < self._shards.num_samples,
-            self._reader,
-            item,
-            label_counts(self._shards, everyone),
-        )
+    def __getitem__(self, item: int) -> AnyBatch | DataError:
+        everyones = self._batch_size * self._world
+        positions = rank_positions(item, everyones, self._rank, self._world)
+        batch_ids = np.arange(item * everyones, min((item + 1) * everyones, self._num_samples))
+        is_real = positions < self._num_samples
+        return self._make(positions % self._num_samples, is_real, 0, item, batch_ids)
 
 
 def _make_data_loader(
-    items: Dataset[Batch | DataError], order: range, *, num_workers: int, prefetch: int, pin_memory: bool
-) -> DataLoader[Batch | DataError]:
+    items: Dataset[AnyBatch | DataError], order: range, *, num_workers: int, prefetch: int, pin_memory: bool
+) -> DataLoader[AnyBatch | DataError]:
     return DataLoader(
         items,
         batch_size=None,
@@ -222,7 +235,7 @@ def _make_data_loader(
     )
 
 
-def _iterate(loader: DataLoader[Batch | DataError]) -> Iterator[Batch]:
+def _iterate(loader: DataLoader[AnyBatch | DataError]) -> Iterator[AnyBatch]:
     """Starts the workers and yields their batches in order."""
     # A signal between a worker's fork and its first line would run the training process's handler there.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _WORKERS_IGNORE)
@@ -249,11 +262,6 @@ def _start_worker(worker: int) -> None:
 
 def _unchanged(batch: Any) -> Any:
     return batch
-
-
-def _check_not_empty(shards: ShardSet) -> None:
-    if not shards.num_samples:
-        raise DataError(f"{shards.folder} holds no samples", "", "pack images into it")
 
 
 def _size(image_size: Sequence[int]) -> tuple[int, int]:

@@ -8,15 +8,29 @@ step lie near each other, and are as mixed as the data: they were shuffled when 
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 
 from hpctrain.config.schema import DataConfig
-from hpctrain.data.order import EpochOrder, Int64Array, rank_positions, steps_per_epoch
+from hpctrain.data.order import EpochOrder, Int64Array, rank_positions, steps_before, steps_per_epoch
+from hpctrain.errors import ConfigError, DataError
 
 IdRange = tuple[int, int]  #: first sample id, and the id after the last
 
 _GAP_SHARE = 16  #: up to this part of a block is read in vain rather than asked for around
+
+
+class Samples(Protocol):
+    """A split, as loaders see it."""
+
+    folder: Path
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in the split."""
 
 
 class RankShare:
@@ -107,3 +121,46 @@ class RankShare:
                 self._num_samples, self._seed, epoch, self._data.block_samples, self._data.window_blocks
             )
         return self._orders[epoch]
+
+
+def count_microbatches(global_batch_size: int, world: int, microbatch_size: int | None) -> int:
+    """Returns the microbatches of a rank's share; None takes the whole share as one.
+
+    Raises:
+        ConfigError: the batch does not divide.
+    """
+    microbatch_size = microbatch_size or global_batch_size // world
+    if microbatch_size < 1 or global_batch_size % (world * microbatch_size):
+        raise ConfigError(
+            f"optim.global_batch_size={global_batch_size} must divide into microbatches for {world} ranks",
+            f"{world} data-parallel ranks × parallelism.microbatch_size {microbatch_size} = "
+            f"{world * microbatch_size}",
+            "set optim.global_batch_size to a multiple of it",
+        )
+    return global_batch_size // world // microbatch_size
+
+
+def remaining_steps(
+    samples: Samples, global_batch_size: int, samples_consumed: int, num_epochs: int
+) -> range:
+    """Returns the steps that remain, counted from the first step of epoch 0.
+
+    Raises:
+        ConfigError: `samples_consumed` lies within a step.
+        DataError: the split is empty.
+    """
+    check_not_empty(samples)
+    start = steps_before(samples_consumed, samples.num_samples, global_batch_size)
+    if start is None:
+        raise ConfigError(
+            f"cannot go on after {samples_consumed} samples: that lies within a step",
+            f"the split has {samples.num_samples} samples and optim.global_batch_size={global_batch_size}",
+            "resume with the data and the global batch size that the run had",
+        )
+    return range(start, num_epochs * steps_per_epoch(samples.num_samples, global_batch_size))
+
+
+def check_not_empty(samples: Samples) -> None:
+    """Raises DataError when there is nothing to load."""
+    if not samples.num_samples:
+        raise DataError(f"{samples.folder} holds no samples", "", "pack data into it")
