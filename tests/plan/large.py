@@ -1,0 +1,96 @@
+"""The 32B model on 32 cards: the layouts that docs/layout_32b.md weighs, and its table."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hpctrain.config.schema import (
+    Checkpointing,
+    DecoderConfig,
+    DecoderFamily,
+    OptimConfig,
+    ParallelismConfig,
+    Precision,
+)
+from hpctrain.plan.batch import resolve_batch
+from hpctrain.plan.costs import block_parameters
+from hpctrain.plan.layout import Layout
+from hpctrain.plan.memory import GIB, RankMemory, rank_memory
+
+SEQUENCE_LENGTH = 4096
+GLOBAL_BATCH_SIZE = 64
+
+# https://huggingface.co/Qwen/Qwen2.5-32B-Instruct/blob/main/config.json
+QWEN_32B = DecoderConfig(
+    family=DecoderFamily.qwen2,
+    vocab_size=152064,
+    hidden_size=5120,
+    intermediate_size=27648,
+    num_hidden_layers=64,
+    num_attention_heads=40,
+    num_key_value_heads=8,
+    max_position_embeddings=32768,
+    loss_chunk_tokens=1024,
+)
+SIXTEEN = (3, *[4] * 12, 5, 5, 3)
+EIGHT = (7, 8, 8, 8, 8, 9, 9, 7)
+# name: pp, dp_shard, tp, layers of each stage, and whether torch's own pipeline stage is used
+LAYOUTS: dict[str, tuple[int, int, int, tuple[int, ...], bool]] = {
+    "PP8×DP4, torch's stage": (8, 4, 1, EIGHT, True),
+    "PP8×DP4": (8, 4, 1, EIGHT, False),
+    "PP16×DP2": (16, 2, 1, SIXTEEN, False),
+    "PP16×TP2, torch's stage": (16, 1, 2, SIXTEEN, True),
+    "PP16×TP2": (16, 1, 2, SIXTEEN, False),
+    "PP8×TP2×DP2": (8, 2, 2, EIGHT, False),
+    "PP32": (32, 1, 1, (1, *[2] * 28, 3, 3, 1), False),
+    "PP8×TP4": (8, 1, 4, EIGHT, False),
+    "PP4×TP8": (4, 1, 8, (15, 17, 17, 15), False),
+}
+
+
+def place_memory(name: str, pp_rank: int, sequence_parallel: bool = True) -> RankMemory:
+    """Memory at one place of the pipeline of a layout of the table."""
+    pp, dp_shard, tp, layers, whole = LAYOUTS[name]
+    parallelism = ParallelismConfig(
+        pp=pp, tp=tp, sequence_parallel=sequence_parallel and tp > 1, checkpointing=Checkpointing.full
+    )
+    layout = Layout(pp=pp, dp_replicate=1, dp_shard=dp_shard, tp=tp)
+    batch, _ = resolve_batch(GLOBAL_BATCH_SIZE, 1, dp_shard)
+    assert batch is not None
+    memory = rank_memory(
+        QWEN_32B,
+        parallelism,
+        OptimConfig(precision=Precision.bf16),
+        layout,
+        batch,
+        SEQUENCE_LENGTH,
+        layers,
+        pp_rank,
+    )
+    if not whole:
+        return memory
+    # torch's stage switches resharding and reduction off until the last microbatch: the stage's weights stay
+    # gathered in bf16 and its gradients whole in fp32, next to one block's in bf16. It also holds a receive
+    # buffer for every microbatch, for inputs and for gradients.
+    hidden = 2 * SEQUENCE_LENGTH * QWEN_32B.hidden_size // tp
+    buffers = (pp_rank > 0) + (pp_rank < pp - 1)
+    return dataclasses.replace(
+        memory,
+        gradients=memory.gradients * dp_shard,
+        gathered=memory.weights * dp_shard // 2 + 2 * block_parameters(QWEN_32B) // tp,
+        activations=memory.activations + buffers * hidden * GLOBAL_BATCH_SIZE // dp_shard,
+    )
+
+
+def table_rows() -> list[str]:
+    """First, fullest middle and last place of each layout, GiB."""
+    rows = []
+    for name, (pp, _, _, layers, _) in LAYOUTS.items():
+        places = [place_memory(name, rank) for rank in range(pp)]
+        middle = max(range(1, pp - 1), key=lambda rank: places[rank].total)
+        for rank in (0, middle, pp - 1):
+            memory = places[rank]
+            sizes = [getattr(memory, field.name) for field in dataclasses.fields(memory)] + [memory.total]
+            cells = " | ".join(f"{size / GIB:.1f}" for size in sizes)
+            rows.append(f"| {name} | {rank} | {layers[rank]} | {cells} |")
+    return rows
