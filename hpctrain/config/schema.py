@@ -103,6 +103,8 @@ class VisionConfig(ModelConfig):
     margin: Margin = Margin.arcface  #: kind of margin softmax
     margin_rad: float = 0.5  #: margin m: radians for arcface, cosine units for cosface
     margin_scale: float = 64.0  #: scale s of the logits
+    class_parallel: bool = False  #: the identities are shared out over the data-parallel ranks
+    sample_rate: float = 1.0  #: class_parallel: share of the identities in the softmax of a step (Partial FC)
     identity_weight: float = 1.0  #: weight of the identity loss
     behaviour_weight: float = 1.0  #: weight of the behaviour loss
     drop_rate: float = 0.0  #: dropout before the heads

@@ -61,6 +61,8 @@ class VisionModel(Model):
                 config.margin,
                 config.margin_rad,
                 config.margin_scale,
+                class_parallel=config.class_parallel,
+                sample_rate=config.sample_rate,
             )
             self.term_weights["identity"] = config.identity_weight
         if facts.behaviours:
