@@ -131,7 +131,7 @@ class LmHead(nn.Module):
         self._tied = (tied,)  # in a tuple it is no submodule: its parameters keep one name
 
     @property
-    def parameter(self) -> nn.Parameter:
+    def parameter(self) -> Tensor:
         """The matrix, of its own or the embedding's."""
         tied = self._tied[0]
         parameter = self.weight if tied is None else tied.weight
