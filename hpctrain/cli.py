@@ -37,6 +37,7 @@ verbs that take a run, by folder or by name:
   resume RUN    go on from its last checkpoint   --code=now takes the present code
 verbs with their own --help:
   data images SOURCE OUT         pack images into shards
+  data tokens SOURCE OUT         pack texts and calls into token shards
   export model RUN OUT           weights for plain timm
   export embeddings RUN IMAGES OUT
 
@@ -145,8 +146,12 @@ def data(rest: list[str]) -> int:
         from hpctrain.data.prepare import main as images
 
         return images(rest[1:])
+    if rest[:1] == ["tokens"]:
+        from hpctrain.data.prepare_tokens import main as tokens
+
+        return tokens(rest[1:])
     raise ConfigError(
-        f"data {' '.join(rest[:1])}".strip(), "data knows: images", "hpctrain data images SOURCE OUT"
+        f"data {' '.join(rest[:1])}".strip(), "data knows: images, tokens", "hpctrain data images SOURCE OUT"
     )
 
 
