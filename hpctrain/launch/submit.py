@@ -152,6 +152,10 @@ def draw_data(data: DataConfig) -> None:
         from hpctrain.data.synthetic import make_faces
 
         make_faces(root, num_identities=data.synthetic_identities)
+    if isinstance(data, TokenDataConfig) and data.synthetic_documents:
+        from hpctrain.data.calls import make_calls
+
+        make_calls(root, num_documents=data.synthetic_documents)
 
 
 def check_identity(run: RunDirectory, config: Config) -> None:
