@@ -48,11 +48,14 @@ def token_losses(
         shard: this rank's part of the vocabulary; None for all of it.
     """
     device = hidden_TD.device.type
-    if torch.is_autocast_enabled(device):  # backward runs outside of it and must compute the same logits
-        dtype = torch.get_autocast_dtype(device)
-        hidden_TD, weight_VD = hidden_TD.to(dtype), weight_VD.to(dtype)
-    with torch.autocast(device, enabled=False):
+    if not torch.is_autocast_enabled(device):
         losses_T: Tensor = _TokenLosses.apply(hidden_TD, weight_VD, label_T, chunk_tokens, shard)
+        return losses_T
+    # Backward runs outside of autocast and must compute the same logits: the inputs are rounded before.
+    dtype = torch.get_autocast_dtype(device)
+    hidden_TD, weight_VD = hidden_TD.to(dtype), weight_VD.to(dtype)
+    with torch.autocast(device, enabled=False):
+        losses_T = _TokenLosses.apply(hidden_TD, weight_VD, label_T, chunk_tokens, shard)
     return losses_T
 
 
