@@ -67,6 +67,13 @@ def _vision_findings(model: VisionConfig) -> list[str]:
         found.append(f"model.image_size={model.image_size}: two positive numbers, height and width")
     if model.identity_weight <= 0 and model.behaviour_weight <= 0:
         found.append("model.identity_weight and model.behaviour_weight are both 0: nothing would be learnt")
+    if not 0 < model.sample_rate <= 1:
+        found.append(f"model.sample_rate={model.sample_rate}: above 0, at most 1")
+    elif model.sample_rate < 1 and not model.class_parallel:
+        found.append(
+            f"model.sample_rate={model.sample_rate} with model.class_parallel=false: a whole head takes all "
+            "identities; use 1.0, or class_parallel=true"
+        )
     return found
 
 
