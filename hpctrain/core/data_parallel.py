@@ -14,7 +14,7 @@ from hpctrain.config.schema import GradientCompression
 
 if TYPE_CHECKING:
     from hpctrain.core.optim import Ema
-    from hpctrain.core.step import LossFunction
+    from hpctrain.core.replicated import LossFunction
 
 
 def apply_data_parallel(

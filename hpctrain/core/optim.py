@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -63,13 +62,3 @@ class Ema:
                 kept = value.detach().clone()
                 value.copy_(self.average[name])
                 self.average[name].copy_(kept)
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
-    """Scale gradients to a global norm of at most `max_norm`; returns the norm before (a device scalar)."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-    if max_norm is not None:
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_(gradients, scale)
-    return norm

@@ -15,6 +15,11 @@ def seed_rank(seed: int, rank: int, step: int) -> None:
     torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + rank + 1) % 2**63)
 
 
+def dropout_keys(seed: int, step: int, sample_id_B: torch.Tensor) -> torch.Tensor:
+    """A number for each sequence of each step, int64, from which its dropout masks follow on every rank."""
+    return sample_id_B * 0x2545F4914F6CDD1D + (step * 1_000_003 + seed + 1) * 0x9E3779B1
+
+
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":

@@ -20,6 +20,7 @@ from hpctrain.core.keeper import Keeper
 from hpctrain.core.mesh import Mesh
 from hpctrain.core.metrics import Deferred, Meter, Reporter
 from hpctrain.core.optim import Ema, build_optimizer, learning_rate
+from hpctrain.core.replicated import Replicated
 from hpctrain.core.step import TrainStep
 from hpctrain.core.stop import AgreedStop, SignalFlag
 from hpctrain.core.sync_batchnorm import apply_sync_batchnorm
@@ -130,18 +131,16 @@ class Training:
                 bucket_mib=config.parallelism.bucket_mib,
                 compression=config.optim.gradient_compression,
             )
+        self.parallel = Replicated(self.model, replica, config.optim, mesh.world_size, mesh.device)
         self.step = TrainStep(
-            self.model,
-            replica,
+            self.parallel,
             self.optimizer,
             ema=self.ema,
             optim=config.optim,
             steps_per_epoch=self.steps_per_epoch,
-            world_size=mesh.world_size,
-            device=mesh.device,
         )
         if mesh.world_size > 1 and not self.finished:
-            settle_buckets(replica, self.step.loss, self.feed.peek()[0])  # type: ignore[arg-type]
+            settle_buckets(replica, self.parallel.loss, self.feed.peek()[0])  # type: ignore[arg-type]
 
     def _build_reporting(self) -> None:
         config, mesh = self.config, self.mesh
@@ -243,7 +242,7 @@ class Training:
         if self.ema is not None:
             self.ema.swap()
         try:
-            with self.step.autocast():
+            with self.parallel.autocast():
                 return evaluate(self.model, batches, self.spec.evaluate, self.mesh, self.stop, self.watchdog)
         finally:
             if self.ema is not None:

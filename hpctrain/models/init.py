@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hpctrain.config.schema import DecoderConfig
-from hpctrain.models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from hpctrain.models.decoder import Decoder
 
 
 def make_initial(

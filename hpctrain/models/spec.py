@@ -90,12 +90,29 @@ class ModelSpec:
     compiled_modules: tuple[str, ...] = ()
 
 
-def make_parameter_groups(model: Model, weight_decay: float) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class StagedModel:
+    """A kind of model that can be cut into pipeline stages and split by tensor parallelism.
+
+    A stage takes (tokens or hidden states, **batch.inputs()) and returns hidden states [B, L, D], the last
+    one each sequence's loss sum [B].
+    """
+
+    #: config, the blocks it has, whether it has the embedding, and the head; adapters included
+    build_stage: Callable[[Any, range, bool, bool], nn.Module]
+    blocks: str  #: name of the ModuleDict that holds the blocks
+    tp_plan: dict[str, str]  #: pattern of module names → style of `core.tensor`
+    tied_weight: str  #: name of the matrix that embedding and head share where they are tied
+    #: name, whole shape, dtype, seed, config → initial value
+    make_initial: Callable[[str, tuple[int, ...], Any, int, Any], Tensor]
+
+
+def make_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return optimizer groups: matrices and filters decay; norms, biases and named exceptions do not.
 
     Frozen parameters are left out. The order is that of `named_parameters()`, so it is the same on all ranks.
     """
-    exempt = model.no_decay_names()
+    exempt = model.no_decay_names() if isinstance(model, Model) else set()
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     decayed = [p for name, p in trained if p.ndim >= 2 and name not in exempt]
     plain = [p for name, p in trained if p.ndim < 2 or name in exempt]

@@ -6,11 +6,15 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hpctrain.config.schema import Config
+from hpctrain.config.schema import Config, DecoderConfig
 from hpctrain.errors import PlanError
 from hpctrain.plan.batch import BatchPlan, resolve_batch
+from hpctrain.plan.decoder_legality import batch_findings, can_be_cut
+from hpctrain.plan.hardware import CATALOGUE
 from hpctrain.plan.layout import Layout, resolve_layout
 from hpctrain.plan.legality import combination_findings, layout_findings, range_findings
+from hpctrain.plan.memory import GIB, RankMemory, plan_memory
+from hpctrain.plan.stages import Stages, stage_choices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +26,9 @@ class RunPlan:
     ranks_per_node: int
     layout: Layout
     batch: BatchPlan
+    stages: Stages = ()  #: of a decoder: first block of each stage, and the one after its last
+    memory: tuple[RankMemory, ...] = ()  #: of a decoder: what each place of the pipeline needs
+    usable_gib: float | None = None  #: memory of a device that a process can use
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=True)
@@ -31,6 +38,8 @@ class RunPlan:
         fields: dict[str, Any] = json.loads(text)
         fields["layout"] = Layout(**fields["layout"])
         fields["batch"] = BatchPlan(**fields["batch"])
+        fields["stages"] = tuple((first, end) for first, end in fields.get("stages", ()))
+        fields["memory"] = tuple(RankMemory(**rank) for rank in fields.get("memory", ()))
         return cls(**fields)
 
     def lines(self) -> list[str]:
@@ -45,14 +54,63 @@ class RunPlan:
             f"layout  {degrees}{filled}",
             f"batch   {batch.global_batch_size} samples a step = {layout.dp} data-parallel ranks × "
             f"{batch.num_microbatches} microbatches × {batch.microbatch_size}",
+            *self._stage_lines(),
         ]
+
+    def _stage_lines(self) -> list[str]:
+        if not self.stages:
+            return []
+        pp, count = self.layout.pp, self.batch.num_microbatches
+        bubble = (pp - 1) / (count * len(self.stages) // pp + pp - 1)
+        place = fullest(self.memory)
+        limit = f" of {self.usable_gib}" if self.usable_gib else ""
+        return [
+            f"stages  {' '.join(str(end - first) for first, end in self.stages)} blocks, "
+            f"bubble {bubble:.1%} of a step",
+            f"memory  {self.memory[place].total / GIB:.1f}{limit} GiB at pp={place}: "
+            f"{self.memory[place].text()}",
+        ]
+
+
+def fullest(memory: tuple[RankMemory, ...]) -> int:
+    """Place of the pipeline that needs most."""
+    return max(range(len(memory)), key=lambda place: memory[place].total)
+
+
+def fit_stages(
+    config: Config, model: DecoderConfig, layout: Layout, batch: BatchPlan, cuts: list[Stages]
+) -> tuple[Stages, tuple[RankMemory, ...], list[str]]:
+    """The first cut whose ranks fit on the device, their memory, and the finding if there is none."""
+    usable_gib = CATALOGUE[config.cluster.hardware].memory_gib
+    tried = [(stages, plan_memory(config, model, layout, batch, stages)) for stages in cuts]
+    peaks = [memory[fullest(memory)].total for _, memory in tried]
+    if usable_gib is None or peaks[0] <= usable_gib * GIB:
+        return *tried[0], []
+    best = peaks.index(min(peaks))
+    stages, memory = tried[best]
+    if peaks[best] <= usable_gib * GIB:
+        return stages, memory, []
+    place = fullest(memory)
+    blocks = sum(end - first for first, end in stages[place :: layout.pp])
+    return (
+        stages,
+        memory,
+        [
+            f"a rank at pp={place} ({blocks} blocks) needs {peaks[best] / GIB:.1f} GiB, but "
+            f"cluster.hardware={config.cluster.hardware} has {usable_gib} GiB to use: "
+            f"{memory[place].text()}; more pp, tp or dp_shard, parallelism.checkpointing=full, "
+            "a smaller parallelism.microbatch_size, model.loss_chunk_tokens, or parallelism.offload_optimizer"
+        ],
+    )
 
 
 def make_plan(config: Config) -> RunPlan:
     """Check everything that can be checked without data; raise PlanError with all findings together."""
-    cluster = config.cluster
+    cluster, model = config.cluster, config.model
     findings = range_findings(config) + combination_findings(config)
     layout = batch = None
+    stages: Stages = ()
+    memory: tuple[RankMemory, ...] = ()
     if cluster.num_nodes > 0 and cluster.ranks_per_node > 0:
         layout, found = resolve_layout(config.parallelism, cluster.num_nodes, cluster.ranks_per_node)
         findings += found
@@ -62,6 +120,12 @@ def make_plan(config: Config) -> RunPlan:
             config.optim.global_batch_size, config.parallelism.microbatch_size, layout.dp
         )
         findings += found
+    if layout and batch and isinstance(model, DecoderConfig) and can_be_cut(config, model):
+        findings += batch_findings(config, layout, batch)
+        cuts, found = stage_choices(config, model, layout.pp)
+        findings += found
+        if not findings:
+            stages, memory, findings = fit_stages(config, model, layout, batch, cuts)
     if findings:
         raise PlanError("the plan refuses this run:" + "".join(f"\n  - {finding}" for finding in findings))
     assert layout is not None and batch is not None
@@ -71,4 +135,7 @@ def make_plan(config: Config) -> RunPlan:
         ranks_per_node=cluster.ranks_per_node,
         layout=layout,
         batch=batch,
+        stages=stages,
+        memory=memory,
+        usable_gib=CATALOGUE[cluster.hardware].memory_gib if stages else None,
     )

@@ -84,7 +84,7 @@ def test_a_compiled_backbone_under_ddp_equals_plain_pytorch():
 
 
 def without_world_size(step, microbatches):
-    step.world_size = 1
+    step.parallel.world_size = 1
 
 
 def with_local_counts(step, microbatches):
@@ -97,11 +97,11 @@ def with_local_counts(step, microbatches):
 
 
 def without_all_reduce(step, microbatches):
-    step.replica.require_backward_grad_sync = False
+    step.parallel.replica.require_backward_grad_sync = False
 
 
 def without_synchronised_statistics(step, microbatches):
-    step.replica.module.backbone[1].group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    step.parallel.replica.module.backbone[1].group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hpctrain.config.schema import GradientCompression, OptimConfig
 from hpctrain.core.data_parallel import apply_data_parallel, settle_buckets
 from hpctrain.core.optim import Ema, build_optimizer
+from hpctrain.core.replicated import Replicated
 from hpctrain.core.step import TrainStep
 from hpctrain.core.sync_batchnorm import apply_sync_batchnorm
 from hpctrain.models.spec import Model, make_parameter_groups
@@ -136,19 +137,10 @@ def build_step(
     replica: nn.Module = model
     if world > 1:
         replica = apply_data_parallel(model, bucket_mib=bucket_mib, compression=compression)
-    step = TrainStep(
-        model,
-        replica,
-        optimizer,
-        ema=ema,
-        optim=optim,
-        steps_per_epoch=STEPS_PER_EPOCH,
-        world_size=world,
-        device=torch.device("cpu"),
-    )
+    parallel = Replicated(model, replica, optim, world, torch.device("cpu"))
     if world > 1 and settle_with is not None:
-        settle_buckets(replica, step.loss, settle_with)
-    return step
+        settle_buckets(replica, parallel.loss, settle_with)
+    return TrainStep(parallel, optimizer, ema=ema, optim=optim, steps_per_epoch=STEPS_PER_EPOCH)
 
 
 def train_plainly(model: ToyModel, batches: list[ToyBatch], groups: list[Tensor]) -> list[dict[str, Any]]:

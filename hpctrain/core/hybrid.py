@@ -1,0 +1,130 @@
+"""A decoder on the mesh (pp, dp_replicate, dp_shard, tp): what a step and an evaluation need of it.
+
+The loss of a step is Σ weight · nll over the global batch / Σ weight, whatever the layout. FSDP averages
+gradients over the data-parallel ranks, hence the factor `dp` on each rank's share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hpctrain.config.schema import Config
+from hpctrain.core.fully_shard import COMPUTE_DTYPES
+from hpctrain.core.parallelize import ReadPiece, assemble, build_stages
+from hpctrain.core.pipeline import Pipeline, build_neighbours
+from hpctrain.core.rng import dropout_keys
+from hpctrain.models.spec import StagedModel
+from hpctrain.plan.layout import AXES
+from hpctrain.plan.plan import RunPlan
+from hpctrain.plan.schedule import make_forward_schedule, make_schedule
+
+
+class Hybrid:
+    """This rank's stages, and how to run them."""
+
+    def __init__(
+        self, config: Config, plan: RunPlan, kind: StagedModel, device: torch.device, read: ReadPiece
+    ) -> None:
+        layout, parallelism = plan.layout, config.parallelism
+        self.config, self.plan = config, plan
+        self.axes = init_device_mesh(
+            device.type, tuple(getattr(layout, axis) for axis in AXES), mesh_dim_names=AXES
+        )
+        self.num_stages = len(plan.stages)
+        position, self.pp = self.axes["pp"].get_local_rank(), layout.pp
+        own = {s: plan.stages[s] for s in range(self.num_stages) if s % layout.pp == position}
+        layers = {s: range(first, end) for s, (first, end) in own.items()}
+        self.stages = build_stages(config, kind, layers, self.num_stages, self.axes, device, read)
+        self.model = assemble(self.stages)
+        self.has_head = self.num_stages - 1 in self.stages
+        self._tied = self._find_tied(kind) if layout.pp > 1 else None
+        shape = self._hidden_shape()
+        dtype = COMPUTE_DTYPES.get(config.optim.precision) or torch.get_default_dtype()
+        self.pipeline = Pipeline(
+            self.stages,
+            self.num_stages,
+            build_neighbours(
+                _pipelines(self.axes), dist.get_rank(), goes_round=parallelism.stages_per_rank > 1
+            ),
+            lambda: torch.empty(shape, dtype=dtype, device=device),
+        )
+        self.schedule = make_schedule(
+            parallelism.schedule, layout.pp, parallelism.stages_per_rank, plan.batch.num_microbatches
+        )
+
+    @property
+    def dp_rank(self) -> int:
+        """Number of this rank's replica: ranks that see the same samples have the same."""
+        replica: int = self.axes["dp_replicate"].get_local_rank()
+        return replica * self.plan.layout.dp_shard + int(self.axes["dp_shard"].get_local_rank())
+
+    def counted_parameters(self) -> list[nn.Parameter]:
+        """The trained parameters, a tied matrix only where the embedding is."""
+        twice = self._tied[0] if self._tied is not None and self.has_head else None
+        return [p for p in self.model.parameters() if p.requires_grad and p is not twice]
+
+    def backward(self, microbatches: Sequence[Any], step: int, scale: Tensor | None = None) -> Tensor:
+        """Add the gradients of a step; returns this rank's share of the loss, a device scalar. Collective.
+
+        Args:
+            scale: What the loss is multiplied by for backward, and so the gradients are.
+        """
+        count = max(1.0, microbatches[0].counts["nll"])
+        factor: float | Tensor = self.plan.layout.dp / count
+        if scale is not None:
+            factor = scale * factor
+        losses = self.pipeline.run(
+            self.schedule,
+            microbatches,
+            lambda batch: self._inputs(batch, step),
+            lambda nll_B: nll_B.sum() * factor,
+        )
+        self._reduce_tied()
+        if not losses:
+            return torch.zeros((), device=self.pipeline.hidden().device)
+        total: Tensor = torch.stack([nll_B.sum() for nll_B in losses]).sum()
+        return total / (count * self.plan.layout.tp)
+
+    @torch.no_grad()
+    def losses(self, batches: Sequence[Any]) -> list[Tensor]:
+        """Each sequence's loss sum, by batch, without dropout; nothing on ranks without the head. Collective."""
+        schedule = make_forward_schedule(self.pp, self.config.parallelism.stages_per_rank, len(batches))
+        return self.pipeline.run(schedule, batches, lambda batch: batch.inputs(), lambda nll_B: nll_B)
+
+    def _inputs(self, batch: Any, step: int) -> dict[str, Tensor | None]:
+        keys = dropout_keys(self.config.seed, step, batch.sample_id_B)
+        return {**batch.inputs(), "dropout_key_B": keys}
+
+    def _hidden_shape(self) -> tuple[int, int, int]:
+        data: Any = self.config.data
+        model: Any = self.config.model
+        parts = self.plan.layout.tp if self.config.parallelism.sequence_parallel else 1
+        return self.plan.batch.microbatch_size, data.sequence_length // parts, model.hidden_size
+
+    def _find_tied(self, kind: StagedModel) -> tuple[nn.Parameter | None, Any] | None:
+        """The matrix that lies on the first and on the last stage, and the group of the two. Collective."""
+        if not getattr(self.config.model, "tie_word_embeddings", False):
+            return None
+        own = None
+        for pipeline in _pipelines(self.axes):
+            group = dist.new_group([pipeline[0], pipeline[-1]])
+            own = group if dist.get_rank() in (pipeline[0], pipeline[-1]) else own
+        return dict(self.model.named_parameters()).get(kind.tied_weight), own
+
+    def _reduce_tied(self) -> None:
+        """Each of the two stages has the gradient of its own use of a tied matrix: both need the sum."""
+        if self._tied is not None and self._tied[0] is not None and self._tied[0].grad is not None:
+            gradient: Any = self._tied[0].grad
+            dist.all_reduce(gradient.to_local(), group=self._tied[1])
+
+
+def _pipelines(axes: DeviceMesh) -> list[list[int]]:
+    """The global ranks of every pipeline, first stage first."""
+    ranks: list[list[int]] = axes.mesh.reshape(axes["pp"].size(), -1).T.tolist()
+    return ranks
