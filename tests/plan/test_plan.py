@@ -37,6 +37,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"parallelism__pp": 2}, "parallelism.pp=2: a vision model"),
     ({"parallelism__tp": 2}, "parallelism.tp=2: a vision model"),
     ({"parallelism__dp_shard": 2}, "parallelism.dp_shard=2: a vision model"),
+    ({"model__sample_rate": 0.5}, "a whole head takes all identities"),
+    ({"model__sample_rate": 0.0, "model__class_parallel": True}, "model.sample_rate=0.0"),
     ({"parallelism__dp_replicate": 3}, "3 ranks"),
     ({"parallelism__bucket_mib": 0}, "parallelism.bucket_mib=0"),
     ({"optim__global_batch_size": 63}, "optim.global_batch_size=63"),
