@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.config.schema import LoraConfig
-from hpctrain.errors import ConfigError
 from hpctrain.models.dropout import SITES_PER_LAYER, KeyedDropout
 
 #: linear layers of a block that can carry an adapter; their order numbers the dropout sites
@@ -49,25 +48,10 @@ def apply_lora(model: nn.Module, config: LoraConfig) -> None:
     """Freeze the model and put adapters on the linear layers that are named as targets; rank 0 does nothing.
 
     A stage without blocks has no target, and that is no error.
-
-    Raises:
-        ConfigError: a target is no linear layer of the decoder, or rank, alpha or dropout make no sense.
+    What the config may ask for is in `plan.decoder_legality`.
     """
     if config.rank == 0:
         return
-    unknown = sorted(set(config.targets) - set(LORA_TARGETS))
-    if unknown or not config.targets:
-        raise ConfigError(
-            f"model.lora.targets={config.targets}",
-            f"linear layers of a block: {', '.join(LORA_TARGETS)}",
-            "name some of them",
-        )
-    if config.rank < 0 or config.alpha <= 0 or not 0.0 <= config.dropout < 1.0:
-        raise ConfigError(
-            f"model.lora: rank={config.rank}, alpha={config.alpha}, dropout={config.dropout}",
-            "rank and alpha are positive, dropout is in [0, 1)",
-            "correct them",
-        )
     model.requires_grad_(False)
     for path, linear in list(model.named_modules()):
         parent, _, name = path.rpartition(".")

@@ -152,7 +152,6 @@ def test_a_tied_head_has_one_matrix_under_one_name() -> None:
     assert "lm_head.weight" not in dict(model.named_parameters(remove_duplicate=False))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own
 def test_blocks_compile_without_a_break_and_give_the_same() -> None:
     config = tiny(family=DecoderFamily.qwen3, residual_dropout=0.1, sliding_window=5, max_window_layers=1)
     model = build(config, torch.float32)
