@@ -39,7 +39,7 @@ def block_linears(model: DecoderConfig) -> list[Linear]:
         "q_proj": (hidden, queries, bias),
         "k_proj": (hidden, keys, bias),
         "v_proj": (hidden, keys, bias),
-        "o_proj": (queries, hidden, False),
+        "o_proj": (queries, hidden, model.attention_bias and model.family is not DecoderFamily.qwen2),
         "gate_proj": (hidden, intermediate, False),
         "up_proj": (hidden, intermediate, False),
         "down_proj": (intermediate, hidden, False),

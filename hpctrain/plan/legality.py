@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from hpctrain.config.schema import (
+    Checkpointing,
     ClusterKind,
     Config,
+    DecoderConfig,
     Device,
     GpuRequest,
     GradientCompression,
     ImageDataConfig,
     Precision,
+    TokenDataConfig,
     VisionConfig,
+)
+from hpctrain.plan.decoder_legality import (
+    choice_findings,
+    decoder_layout_findings,
+    model_findings,
+    size_findings,
 )
 from hpctrain.plan.hardware import CATALOGUE
 from hpctrain.plan.layout import Layout
 
+DATA_OF = {"vision": "images", "decoder": "tokens"}  # kind of model: kind of data that it reads
+
 
 def layout_findings(config: Config, layout: Layout) -> list[str]:
     """What this model and these choices cannot do in this layout."""
+    if isinstance(config.model, DecoderConfig):
+        return decoder_layout_findings(config, config.model, layout)
     found = [
         f"parallelism.{axis}={degree}: a {config.model.kind} model is trained with dp_replicate only"
         for axis in ("pp", "dp_shard", "tp")
@@ -37,7 +50,16 @@ def combination_findings(config: Config) -> list[str]:
     model, cluster = config.model, config.cluster
     on_cpu = cluster.device is Device.cpu
     if isinstance(model, VisionConfig):
-        found += _vision_findings(model)
+        found += _vision_findings(config, model)
+    if isinstance(model, DecoderConfig):
+        found += size_findings(model) or model_findings(model) + choice_findings(config, model)
+    if (fitting := DATA_OF.get(model.kind)) and config.data.kind != fitting:
+        found.append(f"data.kind={config.data.kind} with model.kind={model.kind}: it reads {fitting}")
+    if config.optim.fp16_accumulation and config.optim.precision is not Precision.fp16:
+        found.append(
+            f"optim.fp16_accumulation=true with optim.precision={config.optim.precision.name}: "
+            "only sums of fp16 products can be in fp16; use precision fp16, or false"
+        )
     if on_cpu and config.optim.precision is Precision.bf16:
         found.append("optim.precision=bf16 on the CPU would be slower than fp32 and prove nothing; use fp32")
     if cluster.hardware not in CATALOGUE:
@@ -61,7 +83,7 @@ def combination_findings(config: Config) -> list[str]:
     return found
 
 
-def _vision_findings(model: VisionConfig) -> list[str]:
+def _vision_findings(config: Config, model: VisionConfig) -> list[str]:
     found = []
     if len(model.image_size) != 2 or min(model.image_size) < 1:
         found.append(f"model.image_size={model.image_size}: two positive numbers, height and width")
@@ -74,6 +96,20 @@ def _vision_findings(model: VisionConfig) -> list[str]:
             f"model.sample_rate={model.sample_rate} with model.class_parallel=false: a whole head takes all "
             "identities; use 1.0, or class_parallel=true"
         )
+    if config.optim.precision is Precision.fp16:
+        found.append("optim.precision=fp16: loss scaling is there for decoders only; use bf16")
+    parallelism = config.parallelism
+    decoders_only = {
+        "sequence_parallel": parallelism.sequence_parallel,
+        "stages_per_rank": parallelism.stages_per_rank if parallelism.stages_per_rank != 1 else None,
+        "layers_per_stage": parallelism.layers_per_stage,
+        "checkpointing": parallelism.checkpointing is not Checkpointing.none
+        and parallelism.checkpointing.name,
+        "offload_optimizer": parallelism.offload_optimizer,
+    }
+    found += [
+        f"parallelism.{key}={value}: for decoders only" for key, value in decoders_only.items() if value
+    ]
     return found
 
 
@@ -110,6 +146,9 @@ def range_findings(config: Config) -> list[str]:
         "cluster.mem_gib": config.cluster.mem_gib,
         "cluster.array_parallelism": config.cluster.array_parallelism,
     }
+    if isinstance(config.data, TokenDataConfig):
+        positive["data.sequence_length"] = config.data.sequence_length
+        not_negative["data.synthetic_documents"] = config.data.synthetic_documents
     positive |= {key: value for key, value in optional.items() if value is not None}
     found = [f"{key}={value}: must be positive" for key, value in positive.items() if value <= 0]
     found += [f"{key}={value}: must not be negative" for key, value in not_negative.items() if value < 0]

@@ -1,17 +1,23 @@
 """Device memory of each pipeline rank of a decoder run, in closed form.
 
 How the core stores things is what is summed here: parameters, gradients and optimizer states are fp32 and
-sharded over dp_shard and tp; one block at a time is gathered in the compute format; every microbatch's
-gradients are reduced block by block, so that no whole gradients stay; backward computes a block's
-activations again from its input when checkpointing is full.
+sharded over dp_shard and tp; one block at a time is gathered in the compute format, embedding and head while
+their stage works; every microbatch's gradients are reduced block by block, so that no whole gradients stay.
+Sums of what tensors take: not the allocator's rounding, and not what the driver and NCCL take.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from hpctrain.config.schema import Checkpointing, DecoderConfig, OptimizerKind, ParallelismConfig, Precision
-from hpctrain.config.schema import OptimConfig as Optim
+from hpctrain.config.schema import (
+    Checkpointing,
+    Config,
+    DecoderConfig,
+    OptimizerKind,
+    Precision,
+    TokenDataConfig,
+)
 from hpctrain.plan.batch import BatchPlan
 from hpctrain.plan.costs import (
     adapter_parameters,
@@ -21,6 +27,8 @@ from hpctrain.plan.costs import (
     stage_parameters,
 )
 from hpctrain.plan.layout import Layout
+from hpctrain.plan.schedule import Actions, Pass, make_schedule
+from hpctrain.plan.stages import Stages
 
 GIB = 2**30
 FP32 = 4  # bytes
@@ -34,20 +42,26 @@ class RankMemory:
     gradients: int  #: fp32 shards
     optimizer: int  #: AdamW's two moments, SGD's momentum
     activations: int  #: kept for backward, of all microbatches in flight
-    working: int  #: of the block (or the head's logits) that is computed at the worst moment
-    gathered: int  #: weights, gradients and reduction buffers of that block or table
+    working: int  #: of the block, or the logits, that are computed at that moment
+    gathered: int  #: weights, gradients and reduction buffers in whole, of block, embedding and head
 
     @property
     def total(self) -> int:
         return sum(getattr(self, field.name) for field in fields(self))
 
+    def text(self) -> str:
+        """The terms, largest first, GiB."""
+        terms = sorted(((getattr(self, field.name), field.name) for field in fields(self)), reverse=True)
+        return " · ".join(f"{name} {size / GIB:.2f}" for size, name in terms)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What one rank computes on, in numbers that the formulas below share."""
+    """What a rank computes on. All sizes are bytes, of one microbatch."""
 
     model: DecoderConfig
-    tokens: int  #: of a microbatch
+    tokens: int
+    masks: int  #: entries of an attention mask
     element: int  #: bytes of a number in the compute format
     tp: int
     token_shards: int  #: ranks that share the tokens between the matrices: tp with sequence parallelism
@@ -55,129 +69,158 @@ class Shape:
 
     @property
     def hidden(self) -> int:
-        """Bytes of a microbatch between two blocks."""
+        """What lies between two blocks."""
         return self.element * self.tokens * self.model.hidden_size // self.token_shards
 
     @property
-    def projected(self) -> int:
-        """Bytes of q, k, v and the attention's result."""
-        heads = self.model.num_attention_heads + self.model.num_key_value_heads
-        return self.element * self.tokens * 2 * heads * head_dim(self.model) // self.tp
+    def whole_hidden(self) -> int:
+        return self.hidden * self.token_shards
+
+    @property
+    def heads(self) -> int:
+        """One result as wide as the query heads."""
+        return self.element * self.tokens * self.model.num_attention_heads * head_dim(self.model) // self.tp
 
     @property
     def intermediate(self) -> int:
-        """Bytes of one result as wide as the MLP."""
+        """One result as wide as the MLP."""
         return self.element * self.tokens * self.model.intermediate_size // self.tp
+
+    @property
+    def block(self) -> int:
+        """Parameters of a block, a number; over the ranks of tp."""
+        return block_parameters(self.model) // self.tp
+
+    @property
+    def table(self) -> int:
+        """Parameters of the embedding or the head, a number; over the ranks of tp."""
+        return embedding_parameters(self.model) // self.tp
 
 
 def saved_bytes(shape: Shape) -> int:
     """What backward needs of one block when nothing is computed again.
 
-    Hidden-sized: the input, two norm outputs and the residual between attention and MLP; the norms also
-    keep their input and its normalised form in fp32. Sequence parallelism keeps the gathered norm outputs.
-    The MLP keeps gate, up, silu(gate) and their product.
+    As wide as the residual stream: the input, both norms' outputs and what lies between attention and MLP;
+    sequence parallelism adds the gathered outputs of the norms. As wide as the heads: q, k and v, the latter
+    two repeated for each query head, and the result. As wide as the MLP: gate, silu(gate), up, product.
     """
-    norms = 4 * FP32 * shape.hidden // shape.element
-    gathered = 2 * shape.hidden * shape.token_shards if shape.token_shards > 1 else 0
-    return 4 * shape.hidden + norms + gathered + shape.projected + 4 * shape.intermediate
+    gathered = 2 * shape.whole_hidden if shape.token_shards > 1 else 0
+    return 4 * shape.hidden + gathered + 4 * shape.heads + 4 * shape.intermediate
 
 
 def kept_bytes(shape: Shape, checkpointing: Checkpointing) -> int:
     """What one block keeps of a microbatch between its forward and its backward."""
     if checkpointing is Checkpointing.full:
         return shape.hidden
-    if checkpointing is Checkpointing.selective:
-        return 3 * shape.hidden + shape.projected + 2 * shape.intermediate
+    if checkpointing is Checkpointing.selective:  # the results of the seven matrices and of attention
+        return shape.hidden + 2 * shape.whole_hidden + 4 * shape.heads + 2 * shape.intermediate
     return saved_bytes(shape)
 
 
-def chunks_in_flight(parallelism: ParallelismConfig, pp: int, pp_rank: int, num_microbatches: int) -> int:
-    """Largest number of (stage, microbatch) pairs whose backward is still to come on a rank.
+def most_in_flight(actions: Actions, kept: dict[int, int]) -> int:
+    """Largest sum of what a rank's stages keep, over the microbatches that are between forward and backward.
 
-    1F1B: Narayanan et al. 2021, section 2.2; interleaved: the warm-up of its figure 4 and the forward
-    that follows it.
+    Args:
+        actions: of this rank.
+        kept: bytes that each of its stages keeps of a microbatch.
     """
-    schedule, stages = parallelism.schedule.name, parallelism.stages_per_rank
-    everything = num_microbatches * stages
-    if pp == 1:
-        return 1
-    if schedule == "gpipe":
-        return everything
-    if schedule == "1f1b":
-        return min(everything, pp - pp_rank)
-    rounds = max(1, num_microbatches // pp)
-    warm_up = (stages - 1) * (num_microbatches // rounds) + 2 * (pp - 1 - pp_rank)
-    return min(everything, warm_up + 1)
+    now = most = 0
+    for action in actions:
+        now += kept[action.stage] if action.kind is Pass.forward else -kept[action.stage]
+        most = max(most, now)
+    return most
 
 
-def block_moment(shape: Shape, checkpointing: Checkpointing) -> tuple[int, int]:
+def block_moment(shape: Shape, checkpointing: Checkpointing, reshard: bool) -> tuple[int, int]:
     """Working and gathered bytes while the backward of a block runs.
 
-    Gathered: its weights and gradients, the next block's weights where they cross the network (FSDP2
-    fetches them early), and the fp32 reduction input of the block before.
+    Gathered: its weights and gradients, the next block's weights where they cross the network (FSDP2 fetches
+    them early), and the fp32 input of the reduction of the block before.
     """
-    block = block_parameters(shape.model) // shape.tp
-    copies = 2 if shape.dp_shard > 1 else 1
-    gradients = 0 if shape.model.lora.rank else (shape.element + FP32) * block
-    backward = 3 * shape.intermediate + shape.hidden * shape.token_shards
+    weights = (2 if shape.dp_shard > 1 else 1) * shape.element * shape.block if reshard else 0
+    gradients = 0 if shape.model.lora.rank else (shape.element + FP32) * shape.block
     again = 0 if checkpointing is Checkpointing.none else saved_bytes(shape)
-    return again + backward, copies * shape.element * block + gradients
+    backward = 3 * shape.intermediate + shape.whole_hidden + shape.element * shape.masks
+    return again + backward, weights + gradients
 
 
-def table_moment(shape: Shape) -> int:
-    """Gathered bytes of the embedding or the head while its gradient is reduced: fp32 input and output."""
-    table = embedding_parameters(shape.model) // shape.tp
-    if shape.model.lora.rank:
-        return shape.element * table
-    return max(2 * shape.element * table, FP32 * table + FP32 * table // shape.dp_shard)
-
-
-def logits_bytes(shape: Shape) -> int:
-    """Logits of one chunk of tokens and their gradient, in the compute format and in fp32."""
+def head_moment(shape: Shape) -> tuple[int, int]:
+    """Working and gathered bytes while the gradient of the head is computed: a chunk's logits in fp32 and
+    their gradient; the matrix's gradient, summed in fp32 over chunks, and a chunk's part of it."""
     tokens = min(shape.model.loss_chunk_tokens or shape.tokens, shape.tokens)
-    return 2 * (shape.element + FP32) * tokens * -(-shape.model.vocab_size // shape.tp)
+    vocabulary = -(-shape.model.vocab_size // shape.tp)
+    logits = (FP32 + shape.element) * tokens * vocabulary
+    sums = FP32 if tokens < shape.tokens else shape.element
+    gradients = 0 if shape.model.lora.rank else (sums + shape.element) * shape.table
+    return logits + 2 * shape.whole_hidden, gradients
 
 
-def rank_memory(
-    model: DecoderConfig,
-    parallelism: ParallelismConfig,
-    optim: Optim,
-    layout: Layout,
-    batch: BatchPlan,
-    sequence_length: int,
-    layers_per_stage: tuple[int, ...],
-    pp_rank: int,
-) -> RankMemory:
-    """Memory of the ranks at one place of the pipeline."""
+def tables_moment(shape: Shape, tables: int) -> int:
+    """Gathered bytes while the gradients of embedding and head are reduced: input and output in fp32."""
+    if shape.model.lora.rank:
+        return 0
+    return tables * shape.table * (FP32 + max(shape.element, FP32 // shape.dp_shard))
+
+
+def worst_moment(
+    shape: Shape, checkpointing: Checkpointing, reshard: bool, first: bool, last: bool
+) -> tuple[int, int]:
+    """Working and gathered bytes of a rank when they are most. Embedding and head stay gathered while a
+    microbatch is in flight; the gradient of the head waits for those of the blocks."""
+    tables = 1 if first and last and shape.model.tie_word_embeddings else first + last
+    weights = tables * shape.element * shape.table
+    waiting = shape.element * shape.table if last and not shape.model.lora.rank else 0
+    working, gathered = block_moment(shape, checkpointing, reshard)
+    moments = [(working, gathered + weights + waiting), (0, tables_moment(shape, tables))]
+    if last:
+        working, gathered = head_moment(shape)
+        moments.append((working, gathered + weights))
+    return max(moments, key=sum)
+
+
+def plan_memory(
+    config: Config, model: DecoderConfig, layout: Layout, batch: BatchPlan, stages: Stages
+) -> tuple[RankMemory, ...]:
+    """Memory of the ranks at each place of the pipeline, first to last."""
+    assert isinstance(config.data, TokenDataConfig)
+    parallelism, optim, length = config.parallelism, config.optim, config.data.sequence_length
     shape = Shape(
         model=model,
-        tokens=batch.microbatch_size * sequence_length,
+        tokens=batch.microbatch_size * length,
+        masks=batch.microbatch_size * length**2,
         element=FP32 if optim.precision is Precision.fp32 else 2,
         tp=layout.tp,
         token_shards=layout.tp if parallelism.sequence_parallel else 1,
         dp_shard=layout.dp_shard,
     )
-    layers = layers_per_stage[pp_rank :: layout.pp]
-    first, last = pp_rank == 0, pp_rank == layout.pp - 1
-    held = stage_parameters(model, sum(layers), first, last) // (layout.dp_shard * layout.tp)
-    trained = held
-    if model.lora.rank:
-        trained = sum(layers) * adapter_parameters(model) // (layout.dp_shard * layout.tp)
-    moments = [block_moment(shape, parallelism.checkpointing)]
-    if first or last:
-        moments.append((logits_bytes(shape) if last else 0, table_moment(shape)))
-    working, gathered = max(moments, key=sum)
-    if not parallelism.reshard_after_forward:
-        gathered += shape.element * held * layout.dp_shard
-    in_flight = chunks_in_flight(parallelism, layout.pp, pp_rank, batch.num_microbatches)
-    kept = kept_bytes(shape, parallelism.checkpointing) * sum(layers) // len(layers) + shape.hidden
-    on_device = 0 if parallelism.offload_optimizer else 1
-    states = 2 if optim.kind is OptimizerKind.adamw else 1
-    return RankMemory(
-        weights=FP32 * held * on_device,
-        gradients=FP32 * trained * on_device,
-        optimizer=FP32 * trained * states * on_device,
-        activations=in_flight * kept,
-        working=working,
-        gathered=gathered,
+    schedule = make_schedule(
+        parallelism.schedule, layout.pp, parallelism.stages_per_rank, batch.num_microbatches
     )
+    block = kept_bytes(shape, parallelism.checkpointing)
+    moments = 2 if optim.kind is OptimizerKind.adamw else 1
+    ranks = []
+    for pp_rank, actions in enumerate(schedule):
+        first, last = pp_rank == 0, pp_rank == layout.pp - 1
+        layers = {s: end - begin for s, (begin, end) in enumerate(stages) if s % layout.pp == pp_rank}
+        # Beside the blocks: the stage's output, and the mask, a byte an entry.
+        kept = {stage: count * block + shape.hidden + shape.masks for stage, count in layers.items()}
+        held = stage_parameters(model, sum(layers.values()), first, last)
+        trained = sum(layers.values()) * adapter_parameters(model) if model.lora.rank else held
+        shards = layout.dp_shard * layout.tp
+        working, gathered = worst_moment(
+            shape, parallelism.checkpointing, parallelism.reshard_after_forward, first, last
+        )
+        if not parallelism.reshard_after_forward:
+            gathered += shape.element * sum(layers.values()) * shape.block
+        on_device = 0 if parallelism.offload_optimizer else FP32
+        ranks.append(
+            RankMemory(
+                weights=on_device * held // shards,
+                gradients=on_device * trained // shards,
+                optimizer=on_device * moments * trained // shards,
+                activations=most_in_flight(actions, kept),
+                working=working,
+                gathered=gathered,
+            )
+        )
+    return tuple(ranks)

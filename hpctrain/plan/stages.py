@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from hpctrain.config.schema import Checkpointing, DecoderConfig, ParallelismConfig
+from hpctrain.config.schema import Checkpointing, Config, DecoderConfig, ParallelismConfig, TokenDataConfig
 from hpctrain.plan.costs import (
     block_forward_flops,
     block_parameters,
@@ -102,14 +102,14 @@ def explicit_stages(
     return tuple((layers.start, layers.stop) for layers in split_layers(counts)), []
 
 
-def stage_choices(
-    model: DecoderConfig, parallelism: ParallelismConfig, pp: int, sequence_length: int
-) -> tuple[list[Stages], list[str]]:
+def stage_choices(config: Config, model: DecoderConfig, pp: int) -> tuple[list[Stages], list[str]]:
     """Ways to cut the model, best first, or the findings that say why there is none.
 
     Without an explicit list: the fastest cut, where the embedding costs nothing; then the one that evens out
     the parameters of the stages, for when the first stage would not fit.
     """
+    assert isinstance(config.data, TokenDataConfig)
+    parallelism, sequence_length = config.parallelism, config.data.sequence_length
     if parallelism.layers_per_stage is not None:
         stages, found = explicit_stages(model, parallelism, pp)
         return ([stages] if stages else []), found

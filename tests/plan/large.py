@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from hpctrain.config.schema import (
     Checkpointing,
+    Config,
     DecoderConfig,
     DecoderFamily,
     OptimConfig,
     ParallelismConfig,
     Precision,
+    TokenDataConfig,
 )
 from hpctrain.plan.batch import resolve_batch
 from hpctrain.plan.costs import block_parameters
 from hpctrain.plan.layout import Layout
-from hpctrain.plan.memory import GIB, RankMemory, rank_memory
+from hpctrain.plan.memory import GIB, RankMemory, plan_memory
+from hpctrain.plan.stages import split_layers
 
 SEQUENCE_LENGTH = 4096
 GLOBAL_BATCH_SIZE = 64
@@ -48,37 +52,38 @@ LAYOUTS: dict[str, tuple[int, int, int, tuple[int, ...], bool]] = {
 }
 
 
-def place_memory(name: str, pp_rank: int, sequence_parallel: bool = True) -> RankMemory:
-    """Memory at one place of the pipeline of a layout of the table."""
+def memory_of(name: str, sequence_parallel: bool = True, **parallelism: Any) -> tuple[RankMemory, ...]:
+    """Memory at each place of the pipeline of a layout of the table."""
     pp, dp_shard, tp, layers, whole = LAYOUTS[name]
-    parallelism = ParallelismConfig(
-        pp=pp, tp=tp, sequence_parallel=sequence_parallel and tp > 1, checkpointing=Checkpointing.full
+    config = Config(
+        model=QWEN_32B,
+        data=TokenDataConfig(sequence_length=SEQUENCE_LENGTH),
+        optim=OptimConfig(precision=Precision.bf16),
+        parallelism=ParallelismConfig(
+            sequence_parallel=sequence_parallel and tp > 1,
+            **{"checkpointing": Checkpointing.full, **parallelism},
+        ),
     )
     layout = Layout(pp=pp, dp_replicate=1, dp_shard=dp_shard, tp=tp)
     batch, _ = resolve_batch(GLOBAL_BATCH_SIZE, 1, dp_shard)
     assert batch is not None
-    memory = rank_memory(
-        QWEN_32B,
-        parallelism,
-        OptimConfig(precision=Precision.bf16),
-        layout,
-        batch,
-        SEQUENCE_LENGTH,
-        layers,
-        pp_rank,
-    )
+    stages = tuple((cut.start, cut.stop) for cut in split_layers(layers))
+    places = plan_memory(config, QWEN_32B, layout, batch, stages)
     if not whole:
-        return memory
+        return places
     # torch's stage switches resharding and reduction off until the last microbatch: the stage's weights stay
     # gathered in bf16 and its gradients whole in fp32, next to one block's in bf16. It also holds a receive
     # buffer for every microbatch, for inputs and for gradients.
     hidden = 2 * SEQUENCE_LENGTH * QWEN_32B.hidden_size // tp
-    buffers = (pp_rank > 0) + (pp_rank < pp - 1)
-    return dataclasses.replace(
-        memory,
-        gradients=memory.gradients * dp_shard,
-        gathered=memory.weights * dp_shard // 2 + 2 * block_parameters(QWEN_32B) // tp,
-        activations=memory.activations + buffers * hidden * GLOBAL_BATCH_SIZE // dp_shard,
+    return tuple(
+        dataclasses.replace(
+            memory,
+            gradients=memory.gradients * dp_shard,
+            gathered=memory.weights * dp_shard // 2 + 2 * block_parameters(QWEN_32B) // tp,
+            activations=memory.activations
+            + ((place > 0) + (place < pp - 1)) * hidden * GLOBAL_BATCH_SIZE // dp_shard,
+        )
+        for place, memory in enumerate(places)
     )
 
 
@@ -86,7 +91,7 @@ def table_rows() -> list[str]:
     """First, fullest middle and last place of each layout, GiB."""
     rows = []
     for name, (pp, _, _, layers, _) in LAYOUTS.items():
-        places = [place_memory(name, rank) for rank in range(pp)]
+        places = memory_of(name)
         middle = max(range(1, pp - 1), key=lambda rank: places[rank].total)
         for rank in (0, middle, pp - 1):
             memory = places[rank]

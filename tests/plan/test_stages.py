@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from hpctrain.config.schema import Checkpointing, DecoderConfig, ParallelismConfig
+from hpctrain.config.schema import Checkpointing, Config, DecoderConfig, ParallelismConfig, TokenDataConfig
 from hpctrain.plan.stages import cut_stages, stage_choices
 from tests.plan.large import QWEN_32B, SEQUENCE_LENGTH, SIXTEEN
 
@@ -63,8 +63,9 @@ def test_a_head_as_dear_as_two_layers_takes_two_from_the_last_stage() -> None:
 
 def test_the_32b_model_is_cut_as_its_page_says() -> None:
     """First the fastest cut, then the one that spares the first stage too."""
-    parallelism = ParallelismConfig(pp=16, checkpointing=Checkpointing.full)
-    (fastest, evened), found = stage_choices(QWEN_32B, parallelism, 16, SEQUENCE_LENGTH)
+    config = Config(data=TokenDataConfig(sequence_length=SEQUENCE_LENGTH))
+    config.parallelism = ParallelismConfig(checkpointing=Checkpointing.full)
+    (fastest, evened), found = stage_choices(config, QWEN_32B, 16)
     assert not found
     assert tuple(end - first for first, end in evened) == SIXTEEN
     assert [end - first for first, end in fastest] == [4] * 14 + [5, 3]
@@ -74,7 +75,8 @@ def choices(**values: object) -> tuple[list[tuple[int, ...]], list[str]]:
     parallelism = ParallelismConfig(**{"pp": 2, **values})  # type: ignore[arg-type]
     model = DecoderConfig(num_hidden_layers=5, vocab_size=8, hidden_size=8, intermediate_size=8)
     model.num_attention_heads = model.num_key_value_heads = 2
-    cuts, found = stage_choices(model, parallelism, 2, 16)
+    config = Config(parallelism=parallelism, data=TokenDataConfig(sequence_length=16))
+    cuts, found = stage_choices(config, model, 2)
     return [tuple(end - first for first, end in cut) for cut in cuts], found
 
 
