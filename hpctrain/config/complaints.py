@@ -14,7 +14,12 @@ from hpctrain.config import schema
 from hpctrain.errors import ConfigError
 
 _WORDS = {"float": "a number", "int": "a whole number", "bool": "true or false", "str": "a text"}
-_LISTS = {"list[int]": "[64,56]", "list[float]": "[0.9,0.999]", "list[str]": "['a','b']"}
+_LISTS = {
+    "list[int]": "[64,56]",
+    "list[float]": "[0.9,0.999]",
+    "list[str]": "['a','b']",
+    "list[list[int]]": "[[0,1],[2,3]]",
+}
 
 
 def explain(error: OmegaConfBaseException) -> ConfigError:

@@ -184,6 +184,7 @@ class ClusterConfig:
     num_nodes: int = 1
     ranks_per_node: int = 2  #: one rank per GPU
     cpus_per_rank: int = 1  #: cores per rank: the training loop and its loader workers
+    pcie_roots: list[list[int]] = field(default_factory=list)  #: a node's GPUs by PCIe root
     mem_gib: int | None = None  #: host memory per node; null leaves it to the site
     time_limit_min: int | None = None  #: walltime of one start; null leaves it to the partition
     signal_lead_s: int = 120  #: how long before the time limit Slurm warns the ranks

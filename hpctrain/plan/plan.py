@@ -14,6 +14,7 @@ from hpctrain.plan.hardware import CATALOGUE
 from hpctrain.plan.layout import Layout, resolve_layout
 from hpctrain.plan.legality import combination_findings, layout_findings, range_findings
 from hpctrain.plan.memory import GIB, RankMemory, plan_memory
+from hpctrain.plan.placement import placement_findings, placement_notes
 from hpctrain.plan.stages import Stages, stage_choices
 
 
@@ -29,6 +30,7 @@ class RunPlan:
     stages: Stages = ()  #: of a decoder: first block of each stage, and the one after its last
     memory: tuple[RankMemory, ...] = ()  #: of a decoder: what each place of the pipeline needs
     usable_gib: float | None = None  #: memory of a device that a process can use
+    places: tuple[str, ...] = ()  #: where the ranks of each axis sit, and warnings
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=True)
@@ -39,6 +41,7 @@ class RunPlan:
         fields["layout"] = Layout(**fields["layout"])
         fields["batch"] = BatchPlan(**fields["batch"])
         fields["stages"] = tuple((first, end) for first, end in fields.get("stages", ()))
+        fields["places"] = tuple(fields.get("places", ()))
         fields["memory"] = tuple(RankMemory(**rank) for rank in fields.get("memory", ()))
         return cls(**fields)
 
@@ -54,6 +57,7 @@ class RunPlan:
             f"layout  {degrees}{filled}",
             f"batch   {batch.global_batch_size} samples a step = {layout.dp} data-parallel ranks × "
             f"{batch.num_microbatches} microbatches × {batch.microbatch_size}",
+            *(f"{'places' if index == 0 else '':<8}{note}" for index, note in enumerate(self.places)),
             *self._stage_lines(),
         ]
 
@@ -115,7 +119,7 @@ def make_plan(config: Config) -> RunPlan:
         layout, found = resolve_layout(config.parallelism, cluster.num_nodes, cluster.ranks_per_node)
         findings += found
     if layout:
-        findings += layout_findings(config, layout)
+        findings += layout_findings(config, layout) + placement_findings(cluster, layout)
         batch, found = resolve_batch(
             config.optim.global_batch_size, config.parallelism.microbatch_size, layout.dp
         )
@@ -138,4 +142,5 @@ def make_plan(config: Config) -> RunPlan:
         stages=stages,
         memory=memory,
         usable_gib=CATALOGUE[cluster.hardware].memory_gib if stages else None,
+        places=tuple(placement_notes(cluster, layout)),
     )
