@@ -94,7 +94,9 @@ class DocumentTokenizer:
         """
         if isinstance(document, str):
             ids = np.array(self._tokenizer.encode(document).ids, dtype=np.int64)
-            if not len(ids) or ids[-1] != self.eos_id:
+            if not len(ids):
+                raise LeftOutError("the tokenizer finds no token in it")
+            if ids[-1] != self.eos_id:
                 ids = np.append(ids, self.eos_id)
             return Encoded(ids, np.ones(len(ids), dtype=bool), len(document.split()))
         text, spans = self.render(document, learn)
@@ -128,7 +130,8 @@ class DocumentTokenizer:
             raise LeftOutError("the chat template leaves out or repeats a turn")
         text, spans = pieces[0], []
         for number, after in zip(numbers, pieces[2::2], strict=True):
-            start = len(text)
+            # The model is asked after a header without the space before the words: it has to say that too.
+            start = len(text.rstrip(" "))
             text += turns[number].text
             if learn == "agent" and turns[number].role == AGENT:
                 spans.append((start, len(text) + self._end_of_turn(after)))
@@ -149,7 +152,8 @@ class DocumentTokenizer:
         try:
             return self._template.render(messages=messages, add_generation_prompt=False, **self._special)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
-            raise LeftOutError(f"the chat template refuses it: {error!s:.{_MAX_REASON_CHARS}}") from None
+            reason = " ".join(str(error).split())
+            raise LeftOutError(f"the chat template refuses it: {reason:.{_MAX_REASON_CHARS}}") from None
 
     def _id_of(self, name: str) -> int | None:
         token = self._special.get(name)

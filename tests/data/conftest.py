@@ -11,7 +11,9 @@ import pytest
 from PIL import Image
 
 from hpctrain.data.prepare import pack_images
+from hpctrain.data.prepare_tokens import pack_tokens
 from hpctrain.data.shards import ShardSet
+from tests.data.tokenized import SENTENCES, call, make_tokenizer, write_lines
 
 NUM_IMAGES = 90
 
@@ -64,3 +66,24 @@ def people(tmp_path: Path) -> Path:
             pixels = rng.integers(0, 256, (40, 30)).astype(np.uint8)
             Image.fromarray(pixels).save(folder / f"{view}.png")
     return tmp_path / "people"
+
+
+@pytest.fixture(scope="session")
+def token_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """120 calls and texts, some longer than 64 tokens, in several shards of train; not to be changed."""
+    folder = tmp_path_factory.mktemp("tokens")
+    rng = np.random.Generator(np.random.PCG64(0))
+    records: list[dict[str, object]] = []
+    for i in range(120):
+        words = [SENTENCES[int(n)] for n in rng.integers(0, len(SENTENCES), rng.integers(1, 7))]
+        records.append({"text": " ".join(words)} if i % 4 == 0 else call(f"cuộc gọi {i}", *words))
+    write_lines(folder / "calls.jsonl", records)
+    pack_tokens(
+        folder / "calls.jsonl",
+        folder / "out",
+        tokenizer=make_tokenizer(folder / "tokenizer", vocab_size=400),
+        val_fraction=0,
+        piece_bytes=8000,
+        show=False,
+    )
+    return folder / "out"
