@@ -117,6 +117,12 @@ def kept_bytes(shape: Shape, checkpointing: Checkpointing) -> int:
     return saved_bytes(shape)
 
 
+def shared_bytes(shape: Shape) -> int:
+    """What a stage keeps of a microbatch beside its blocks: its output, the mask, a byte an entry, and the
+    rotary cosines and sines in fp32."""
+    return shape.hidden + shape.masks + 2 * FP32 * shape.tokens * head_dim(shape.model)
+
+
 def most_in_flight(actions: Actions, kept: dict[int, int]) -> int:
     """Largest sum of what a rank's stages keep, over the microbatches that are between forward and backward.
 
@@ -202,8 +208,7 @@ def plan_memory(
     for pp_rank, actions in enumerate(schedule):
         first, last = pp_rank == 0, pp_rank == layout.pp - 1
         layers = {s: end - begin for s, (begin, end) in enumerate(stages) if s % layout.pp == pp_rank}
-        # Beside the blocks: the stage's output, and the mask, a byte an entry.
-        kept = {stage: count * block + shape.hidden + shape.masks for stage, count in layers.items()}
+        kept = {stage: count * block + shared_bytes(shape) for stage, count in layers.items()}
         held = stage_parameters(model, sum(layers.values()), first, last)
         trained = sum(layers.values()) * adapter_parameters(model) if model.lora.rank else held
         shards = layout.dp_shard * layout.tp

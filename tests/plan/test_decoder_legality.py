@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -27,8 +28,11 @@ from hpctrain.config.schema import (
     VisionConfig,
 )
 from hpctrain.errors import PlanError
-from hpctrain.plan.layout import AXES
+from hpctrain.plan.batch import BatchPlan
+from hpctrain.plan.decoder_legality import batch_findings
+from hpctrain.plan.layout import AXES, Layout
 from hpctrain.plan.plan import RunPlan, make_plan
+from hpctrain.plan.schedule import make_schedule, simulate
 from tests.helpers.cells import CHOICES, all_cells, degrees, draw_legal_cell, is_legal, with_cell
 from tests.plan.large import QWEN_32B
 from tests.plan.test_plan import changed
@@ -189,6 +193,19 @@ def test_legal_corners(ranks: int, values: dict[str, Any]) -> None:
     assert plan.world_size == ranks
     assert sum(end - first for first, end in plan.stages) == 5
     assert len(plan.stages) == plan.layout.pp * values.get("parallelism__stages_per_rank", 1)
+
+
+def test_interleaved_microbatches_come_in_whole_groups_because_others_may_block() -> None:
+    """Every number that is let through runs to its end; ten over eight ranks, which is refused, would not."""
+    config = decoder(parallelism__schedule=INTERLEAVED, parallelism__stages_per_rank=2)
+    for pp, count in itertools.product((2, 3, 4, 8), range(1, 25)):
+        batch = BatchPlan(global_batch_size=count, microbatch_size=1, num_microbatches=count)
+        layout = Layout(pp=pp, dp_replicate=1, dp_shard=1, tp=1)
+        assert bool(batch_findings(config, layout, batch)) == (count % pp != 0)
+        if count % pp == 0:
+            simulate(make_schedule(INTERLEAVED, pp, 2, count), [1.0] * 2 * pp, [2.0] * 2 * pp)
+    with pytest.raises(ValueError, match="blocks itself"):
+        simulate(make_schedule(INTERLEAVED, 8, 2, 10), [1.0] * 16, [2.0] * 16)
 
 
 def on_gpus(model: DecoderConfig, nodes: int = 4, **values: Any) -> Config:

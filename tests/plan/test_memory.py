@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
+from hpctrain.config.schema import DecoderConfig
+from hpctrain.models.decoder import Decoder
+from hpctrain.models.rope import make_rotation
 from hpctrain.plan.hardware import find_hardware
-from hpctrain.plan.memory import GIB, RankMemory
+from hpctrain.plan.memory import GIB, RankMemory, Shape, saved_bytes
 from tests.plan.large import LAYOUTS, SIXTEEN, memory_of, table_rows
 
 USABLE = find_hardware("rtx4090").memory_gib or 0.0
@@ -30,9 +35,42 @@ def test_middle_stage_of_the_chosen_layout_by_hand() -> None:
     memory = memory_of("PP16×TP2")[1]
     assert SIXTEEN[1] == 4
     assert state_bytes(memory) == 16 * 4 * 487_605_248 // 2
-    # A block's input each and the stage's output, halved by sequence parallelism; a mask, a byte an entry.
-    assert memory.activations == 15 * ((4 + 1) * 2 * 4096 * 5120 // 2 + 4096**2)
+    # A block's input each and the stage's output, halved by sequence parallelism; a mask, a byte an entry;
+    # cosines and sines in fp32.
+    assert memory.activations == 15 * ((4 + 1) * 2 * 4096 * 5120 // 2 + 4096**2 + 2 * 4 * 4096 * 128)
     assert memory.gathered == (2 + 2 + 4) * 487_605_248 // 2
+
+
+def test_a_block_saves_for_backward_what_torch_saves() -> None:
+    """Counted on a real block. The norms of the CPU keep two fp32 tensors each, where the fused kernel of a
+    GPU keeps its input: those are left out, and the two inputs added."""
+    model = DecoderConfig(
+        vocab_size=33,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=1,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    tokens = 32
+    block = Decoder(model).bfloat16().model.layers["0"]
+    inputs_BLD = torch.randn(1, tokens, 64, dtype=torch.bfloat16, requires_grad=True)
+    cosines, sines = make_rotation(torch.arange(tokens)[None], model, 16, torch.bfloat16)
+    own = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    saved: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.dtype is torch.bfloat16 and storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output_BLD = block(inputs_BLD, cosines, sines, None, None)
+    shape = Shape(model=model, tokens=tokens, masks=0, element=2, tp=1, token_shards=1, dp_shard=1)
+    assert saved_bytes(shape) == sum(saved.values()) + 2 * 2 * tokens * 64
+    del output_BLD
 
 
 def test_whole_gradients_under_torchs_stage_do_not_fit() -> None:
