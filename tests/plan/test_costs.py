@@ -115,7 +115,7 @@ def test_the_real_module_has_as_many_parameters_on_every_stage(tied: bool, rank:
 
 
 def test_torch_counts_the_same_operations_in_the_matrices() -> None:
-    """Its counter does not see the CPU's attention: 4 a pair and feature, 55 pairs, 4 heads of 6, 3 layers."""
+    """It does not count the CPU's attention: 4 a pair and feature; 55 pairs, 4 heads of 6, 3 blocks."""
     for model in every_family(lora=LoraConfig(rank=2)):
         decoder = Decoder(model)
         apply_lora(decoder, model.lora)
