@@ -40,6 +40,7 @@ verbs with their own --help:
   data tokens SOURCE OUT         pack texts and calls into token shards
   export model RUN OUT           weights for plain timm
   export embeddings RUN IMAGES OUT
+  export hf RUN OUT              a decoder as a Hugging Face folder   --adapter for PEFT
 
   -m                sweep: every combination of a=1,2 b=3,4 becomes an element of one job array
   --json            facts as JSON (plan status logs cancel resume)

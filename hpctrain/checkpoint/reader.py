@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -101,13 +101,7 @@ def load_full(path: Path, parts: Collection[str] | None = None) -> dict[str, Any
     Raises:
         CheckpointError: it is incomplete or damaged, or has no such part.
     """
-    problems = store.verify(path)
-    try:
-        metadata = None if problems else read_metadata(path, manifests.read(path))
-    except (OSError, ValueError, pickle.UnpicklingError) as error:
-        metadata, problems = None, [str(error)]
-    if metadata is None:
-        raise CheckpointError(f"load {path}", "; ".join(problems), "take another checkpoint")
+    metadata = _verified_metadata(path)
     paths = metadata.planner_data
     known = sorted({key_path[0] for key_path in paths.values()})
     unknown = sorted(set(parts or ()) - set(known))
@@ -115,6 +109,40 @@ def load_full(path: Path, parts: Collection[str] | None = None) -> dict[str, Any
         raise CheckpointError(f"load {', '.join(unknown)} from {path}", f"it has {', '.join(known)}")
     keys = [key for key, key_path in paths.items() if parts is None or key_path[0] in parts]
     return _read_keys(path, metadata, keys)
+
+
+class Part(Mapping[str, torch.Tensor]):
+    """The tensors of one part of a checkpoint by name, each read from disk when it is asked for.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or damaged.
+    """
+
+    def __init__(self, path: Path, part: str) -> None:
+        self._path, self._part, self._metadata = path, part, _verified_metadata(path)
+        paths = self._metadata.planner_data.items()
+        self._key_of: dict[str, str] = {where[1]: key for key, where in paths if where[0] == part}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        value = _read_keys(self._path, self._metadata, [self._key_of[name]])[self._part][name]
+        assert isinstance(value, torch.Tensor)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._key_of)
+
+    def __len__(self) -> int:
+        return len(self._key_of)
+
+
+def _verified_metadata(path: Path) -> Metadata:
+    problems = store.verify(path)
+    try:
+        if not problems:
+            return read_metadata(path, manifests.read(path))
+    except (OSError, ValueError, pickle.UnpicklingError) as error:
+        problems = [str(error)]
+    raise CheckpointError(f"load {path}", "; ".join(problems), "take another checkpoint")
 
 
 def read_metadata(path: Path, manifest: Manifest) -> Metadata:

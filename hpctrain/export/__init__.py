@@ -1,4 +1,4 @@
-"""`hpctrain export`: a run's model as files for plain timm, or its embeddings of images as Parquet."""
+"""`hpctrain export`: a run's model as files for plain timm or transformers, or its embeddings of images."""
 
 from __future__ import annotations
 
@@ -19,14 +19,19 @@ def main(argv: Sequence[str]) -> int:
     verbs = parser.add_subparsers(dest="what", required=True)
     model = verbs.add_parser("model", help="backbone and heads as safetensors, for plain timm")
     embeddings = verbs.add_parser("embeddings", help="embeddings of images, as Parquet")
-    for each in (model, embeddings):
+    decoder = verbs.add_parser("hf", help="a decoder as a Hugging Face folder, or its adapter for PEFT")
+    for each in (model, embeddings, decoder):
         each.add_argument("run", help="folder of the run, or its name under runs/")
+        each.add_argument("--json", action="store_true", help="print facts as JSON")
+    for each in (model, embeddings):
         each.add_argument(
             "--ema", action=argparse.BooleanOptionalAction, help="averaged weights (default: if any)"
         )
-        each.add_argument("--json", action="store_true", help="print facts as JSON")
+    decoder.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="of the weights")
+    decoder.add_argument("--adapter", action="store_true", help="the adapter alone, in PEFT's format")
     embeddings.add_argument("images", type=Path, help="folder of images, or a packed split")
-    model.add_argument("out", type=Path, help="folder to write")
+    for each in (model, decoder):
+        each.add_argument("out", type=Path, help="folder to write")
     embeddings.add_argument("out", type=Path, help="file to write")
     args = parser.parse_args(argv)
     run_dir = find_run(args.run).path
@@ -34,6 +39,10 @@ def main(argv: Sequence[str]) -> int:
         from hpctrain.export.model import export_model
 
         return _print(asdict(export_model(run_dir, args.out, args.ema)), args.json)
+    if args.what == "hf":
+        from hpctrain.export.huggingface import export_huggingface
+
+        return _print(asdict(export_huggingface(run_dir, args.out, args.dtype, args.adapter)), args.json)
     from hpctrain.export.embeddings import export_embeddings
 
     return _print(asdict(export_embeddings(run_dir, args.images, args.out, args.ema)), args.json)
@@ -43,7 +52,10 @@ def _print(facts: dict[str, Any], as_json: bool) -> int:
     if as_json:
         print(json.dumps(facts, ensure_ascii=False))
         return 0
-    weights = "averaged weights" if facts["uses_ema"] else "weights"
+    weights = "averaged weights" if facts.get("uses_ema") else "weights"
+    if "is_adapter" in facts:
+        kind = "an adapter of" if facts["is_adapter"] else ""
+        weights = f"{kind} {facts['num_parameters']:,} {facts['dtype']} weights".strip()
     print(f"wrote {facts['out']}: {weights} of step {facts['step']}")
     if "num_images" in facts:
         print(f"{facts['num_images']} images; {len(facts['damaged'])} damaged ones left out")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from hpctrain.checkpoint import reader, store
+from hpctrain.checkpoint.store import Checkpoint
 from hpctrain.config.load import load_config
 from hpctrain.config.schema import VisionConfig
 from hpctrain.errors import CheckpointError, ConfigError
@@ -53,13 +52,14 @@ def load_trained(run_dir: Path, ema: bool | None = None) -> TrainedModel:
             "leave --ema out",
         )
     uses_ema = has_ema if ema is None else ema
-    step, state = _read_newest(run, ("model", "ema") if uses_ema else ("model",))
+    checkpoint = find_sound(run)
+    state = reader.load_full(checkpoint.path, ("model", "ema") if uses_ema else ("model",))
     facts = json.loads(run.data_facts.read_text())
     data = DataFacts(facts["num_identities"], facts["behaviours"])
     model = build_vision(replace(config.model, pretrained=None), data)
     model.load_state_dict(state["model"] | state.get("ema", {}))
     identities = facts.get("identities") or []
-    return TrainedModel(model.eval(), config.model, identities, data.behaviours, step, uses_ema)
+    return TrainedModel(model.eval(), config.model, identities, data.behaviours, checkpoint.step, uses_ema)
 
 
 def refuse_existing(out: Path) -> None:
@@ -67,12 +67,16 @@ def refuse_existing(out: Path) -> None:
         raise ConfigError(f"write {out}", "it exists already", "remove it, or name another")
 
 
-def _read_newest(run: RunDirectory, parts: Sequence[str]) -> tuple[int, dict[str, Any]]:
-    """Return step and state of the newest checkpoint that proves sound; damaged ones are named on stderr."""
+def find_sound(run: RunDirectory) -> Checkpoint:
+    """Return the newest checkpoint that proves sound; damaged ones are named on stderr.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     for checkpoint in store.find(run.checkpoints):
         problems = store.verify(checkpoint.path)
         if not problems:
-            return checkpoint.step, reader.load_full(checkpoint.path, parts)
+            return checkpoint
         print(f"passing over {checkpoint.path.name}: {'; '.join(problems)}", file=sys.stderr)
     raise CheckpointError(
         f"export the model of {run.path}", f"no sound checkpoint in {run.checkpoints}", "let the run save one"
