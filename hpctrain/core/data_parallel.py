@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,7 +15,8 @@ from hpctrain.config.schema import GradientCompression
 
 if TYPE_CHECKING:
     from hpctrain.core.optim import Ema
-    from hpctrain.core.replicated import LossFunction
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
 def apply_data_parallel(
@@ -32,21 +34,21 @@ def apply_data_parallel(
     return replica
 
 
-def settle_buckets(replica: DistributedDataParallel, loss: LossFunction, microbatch: Any) -> None:
+def settle_buckets(replica: nn.Module, loss: LossFunction, microbatch: Any) -> None:
     """One backward pass that is thrown away, at every start.
 
     DDP orders its buckets anew after its first backward pass, so the first step after a resume would sum in
     another order than the same step of a run that went on (seen with 3 and 4 ranks). Buffers and the random
     stream are put back; nothing else has changed.
     """
-    buffers = [buffer.detach().clone() for buffer in replica.module.buffers()]
+    buffers = [buffer.detach().clone() for buffer in replica.buffers()]
     rng = torch.get_rng_state()
     cuda_rng = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     loss(replica, microbatch).backward()  # type: ignore[no-untyped-call]
     for parameter in replica.parameters():
         parameter.grad = None
     with torch.no_grad():
-        for buffer, kept in zip(replica.module.buffers(), buffers, strict=True):
+        for buffer, kept in zip(replica.buffers(), buffers, strict=True):
             buffer.copy_(kept)
     torch.set_rng_state(rng)
     if cuda_rng is not None:

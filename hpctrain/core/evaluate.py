@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from hpctrain.core.mesh import Mesh
+from hpctrain.core.parallel import Parallel
 from hpctrain.core.stop import AgreedStop
 from hpctrain.core.watchdog import Watchdog
 
@@ -17,30 +18,30 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 def evaluate(
-    model: nn.Module,
+    parallel: Parallel,
     batches: Iterable[Any],
     metrics: Callable[[Arrays], dict[str, float]],
     mesh: Mesh,
     stop: AgreedStop,
     watchdog: Watchdog,
 ) -> dict[str, float] | None:
-    """Run the model's `eval_outputs` over this rank's batches, gather, and compute metrics on rank 0.
+    """Run a model over this rank's batches, gather its outputs, and compute metrics on rank 0.
 
     Returns the metrics on rank 0, an empty dict on the others, and None on all when a stop was agreed.
     Collective: every rank has the same number of batches.
     """
     collected: list[dict[str, torch.Tensor]] = []
+    model = parallel.model
     training = model.training
     model.eval()
     try:
-        with torch.inference_mode():
-            for batch in batches:
-                if stop.agreed() is not None:
-                    return None
-                outputs = model.eval_outputs(batch.to(mesh.device, non_blocking=True))  # type: ignore[operator]
-                collected.append(outputs)
-                stop.post()
-                watchdog.beat()
+        for group in _in_groups(batches, parallel.eval_group):
+            if stop.agreed() is not None:
+                return None
+            moved = [batch.to(mesh.device, non_blocking=True) for batch in group]
+            collected += parallel.eval_outputs(moved)
+            stop.post()
+            watchdog.beat()
     finally:
         model.train(training)
     own = {key: torch.cat([o[key] for o in collected]).cpu().numpy() for key in collected[0]}
@@ -50,3 +51,9 @@ def evaluate(
             return {}
         parts: list[Any] = gathered
         return metrics({key: np.concatenate([part[key] for part in parts]) for key in own})
+
+
+def _in_groups(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    iterator = iter(batches)
+    while group := list(itertools.islice(iterator, size)):
+        yield group

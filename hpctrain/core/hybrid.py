@@ -6,7 +6,7 @@ gradients over the data-parallel ranks, hence the factor `dp` on each rank's sha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hpctrain.config.schema import Config
 from hpctrain.core.fully_shard import COMPUTE_DTYPES
-from hpctrain.core.parallelize import ReadPiece, assemble, build_stages
+from hpctrain.core.parallelize import assemble, build_stages
 from hpctrain.core.pipeline import Pipeline, build_neighbours
 from hpctrain.core.rng import dropout_keys
 from hpctrain.models.spec import StagedModel
+from hpctrain.plan.costs import forward_flops
 from hpctrain.plan.layout import AXES
 from hpctrain.plan.plan import RunPlan
 from hpctrain.plan.schedule import make_forward_schedule, make_schedule
@@ -28,9 +29,7 @@ from hpctrain.plan.schedule import make_forward_schedule, make_schedule
 class Hybrid:
     """This rank's stages, and how to run them."""
 
-    def __init__(
-        self, config: Config, plan: RunPlan, kind: StagedModel, device: torch.device, read: ReadPiece
-    ) -> None:
+    def __init__(self, config: Config, plan: RunPlan, kind: StagedModel, device: torch.device) -> None:
         layout, parallelism = plan.layout, config.parallelism
         self.config, self.plan = config, plan
         self.axes = init_device_mesh(
@@ -40,8 +39,12 @@ class Hybrid:
         position, self.pp = self.axes["pp"].get_local_rank(), layout.pp
         own = {s: plan.stages[s] for s in range(self.num_stages) if s % layout.pp == position}
         layers = {s: range(first, end) for s, (first, end) in own.items()}
-        self.stages = build_stages(config, kind, layers, self.num_stages, self.axes, device, read)
+        self.stages = build_stages(config, kind, layers, self.num_stages, self.axes, device)
         self.model = assemble(self.stages)
+        replica, shard = (self.axes[axis].get_local_rank() for axis in ("dp_replicate", "dp_shard"))
+        self.dp_rank, self.dp = replica * layout.dp_shard + shard, layout.dp
+        self.reads_for_replica = position == 0 and self.axes["tp"].get_local_rank() == 0
+        self.eval_group = 2 * self.pp * parallelism.stages_per_rank
         self.has_head = self.num_stages - 1 in self.stages
         self._tied = self._find_tied(kind) if layout.pp > 1 else None
         shape = self._hidden_shape()
@@ -58,11 +61,8 @@ class Hybrid:
             parallelism.schedule, layout.pp, parallelism.stages_per_rank, plan.batch.num_microbatches
         )
 
-    @property
-    def dp_rank(self) -> int:
-        """Number of this rank's replica: ranks that see the same samples have the same."""
-        replica: int = self.axes["dp_replicate"].get_local_rank()
-        return replica * self.plan.layout.dp_shard + int(self.axes["dp_shard"].get_local_rank())
+    def start(self, first: Callable[[], Sequence[Any]]) -> None:
+        """Nothing is left to do."""
 
     def counted_parameters(self) -> list[nn.Parameter]:
         """The trained parameters, a tied matrix only where the embedding is."""
@@ -89,13 +89,27 @@ class Hybrid:
         if not losses:
             return torch.zeros((), device=self.pipeline.hidden().device)
         total: Tensor = torch.stack([nll_B.sum() for nll_B in losses]).sum()
-        return total / (count * self.plan.layout.tp)
+        return total.div(count * self.plan.layout.tp)
 
     @torch.no_grad()
-    def losses(self, batches: Sequence[Any]) -> list[Tensor]:
-        """Each sequence's loss sum, by batch, without dropout; nothing on ranks without the head. Collective."""
+    def eval_outputs(self, batches: Sequence[Any]) -> list[dict[str, Tensor]]:
+        """Each sequence's loss sum and weight, on the ranks with the head, once; no dropout. Collective."""
         schedule = make_forward_schedule(self.pp, self.config.parallelism.stages_per_rank, len(batches))
-        return self.pipeline.run(schedule, batches, lambda batch: batch.inputs(), lambda nll_B: nll_B)
+        losses = self.pipeline.run(schedule, batches, lambda batch: batch.inputs(), lambda nll_B: nll_B)
+        adds = bool(losses) and self.axes["tp"].get_local_rank() == 0
+        return [
+            {
+                "nll_N": losses[i].double() if adds else torch.zeros(0, dtype=torch.float64),
+                "weight_N": batch.weight_BL.sum(1).double()[: None if adds else 0],
+            }
+            for i, batch in enumerate(batches)
+        ]
+
+    def flops_per_sample(self, first: Callable[[], Sequence[Any]]) -> float:
+        """By closed form. Frozen matrices need no gradient of their own: two products instead of three."""
+        model: Any = self.config.model
+        data: Any = self.config.data
+        return (2.0 if model.lora.rank else 3.0) * forward_flops(model, data.sequence_length)
 
     def _inputs(self, batch: Any, step: int) -> dict[str, Tensor | None]:
         keys = dropout_keys(self.config.seed, step, batch.sample_id_B)

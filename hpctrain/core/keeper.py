@@ -5,15 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from hpctrain.checkpoint import reader, store, writer
 from hpctrain.config.schema import Config
 from hpctrain.core import rng
 from hpctrain.core.mesh import Mesh
-from hpctrain.core.optim import Ema
-from hpctrain.core.state import Progress, make_state, restore_state
+from hpctrain.core.state import Kept, Progress, make_state, restore_state
 from hpctrain.run.directory import RunDirectory
 from hpctrain.run.ledger import Ledger
 
@@ -27,12 +23,9 @@ class Keeper:
         run: RunDirectory,
         attempt: str,
         mesh: Mesh,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        ema: Ema | None,
+        kept: Kept,
     ) -> None:
-        self.config, self.run, self.attempt, self.mesh = config, run, attempt, mesh
-        self.model, self.optimizer, self.ema = model, optimizer, ema
+        self.config, self.run, self.attempt, self.mesh, self.kept = config, run, attempt, mesh, kept
         self.ledger = Ledger(run.ledger)
 
     def restore(self) -> Progress:
@@ -40,7 +33,7 @@ class Keeper:
 
         Raises CheckpointError when there are checkpoints and none is usable.
         """
-        state = make_state(self.model, self.optimizer, self.ema, self.mesh.device)
+        state = make_state(self.kept, self.mesh.device)
         loaded = reader.load(
             self.run.checkpoints,
             state=state,
@@ -51,9 +44,9 @@ class Keeper:
         rng.seed_rank(self.config.seed, self.mesh.rank, progress.step)
         if loaded is None:
             # To have something to load into, an empty step was made: Adam would count it as one.
-            self.optimizer.state.clear()
+            self.kept.optimizer.state.clear()
         else:
-            restore_state(state, loaded.per_rank, self.model, self.optimizer, self.mesh.device)
+            restore_state(state, loaded.per_rank, self.kept, self.mesh.device)
         if self.mesh.rank == 0:
             skipped = loaded.skipped if loaded else []
             for name, reason in skipped:
@@ -75,7 +68,7 @@ class Keeper:
             self.run.checkpoints,
             step=progress.step,
             attempt=self.attempt,
-            state=make_state(self.model, self.optimizer, self.ema, self.mesh.device),
+            state=make_state(self.kept, self.mesh.device),
             facts=facts,
             group=self.mesh.control,
             timeout_s=self.config.checkpoint.timeout_s,

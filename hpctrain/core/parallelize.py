@@ -10,12 +10,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -23,10 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from hpctrain.config.schema import Checkpointing, Config
 from hpctrain.core.fully_shard import apply_fully_shard
 from hpctrain.core.tensor import apply_tensor_parallel
-from hpctrain.models.spec import StagedModel
-
-#: reads a piece of a parameter: its name, its whole shape, which part, its dtype
-ReadPiece = Callable[[str, tuple[int, ...], tuple[slice, ...], torch.dtype], Tensor]
+from hpctrain.models.spec import ReadPiece, StagedModel
 
 
 def build_stages(
@@ -36,16 +32,15 @@ def build_stages(
     num_stages: int,
     axes: DeviceMesh,
     device: torch.device,
-    read: ReadPiece,
 ) -> dict[int, nn.Module]:
     """Build this rank's stages, parallel and with their weights. Collective over the world.
 
     Args:
         layers: The blocks of each of this rank's stages, by the stage's number.
         axes: The mesh (pp, dp_replicate, dp_shard, tp).
-        read: Where initial weights come from.
     """
     parallelism = config.parallelism
+    read = kind.initial_weights(config.model, config.seed)
     replicates = axes["dp_replicate"].size() > 1
     stages: dict[int, nn.Module] = {}
     for number, own in layers.items():

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.config.schema import OptimConfig, Precision
-
-LossFunction = Callable[[nn.Module, Any], Tensor]
+from hpctrain.core.data_parallel import apply_data_parallel, settle_buckets
+from hpctrain.core.flops import count_training_flops
+from hpctrain.models.spec import Model
 
 
 class Replicated:
@@ -20,15 +21,32 @@ class Replicated:
 
     The loss of a term is its sum over the global batch divided by the number of labelled samples in it, so
     it does not depend on how the batch is cut over ranks and microbatches. DDP averages gradients over
-    ranks, hence the factor `world_size`.
+    ranks, hence the factor `dp`.
     """
 
+    reads_for_replica, eval_group = True, 1
+
     def __init__(
-        self, model: nn.Module, replica: nn.Module, optim: OptimConfig, world_size: int, device: torch.device
+        self,
+        model: Model,
+        optim: OptimConfig,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        bucket_mib: int,
     ) -> None:
-        self.model, self.replica, self.optim = model, replica, optim
-        self.world_size, self.device = world_size, device
-        self.term_weights: dict[str, float] = dict(model.term_weights)  # type: ignore[arg-type]
+        self.model: Model = model
+        self.replica: nn.Module = model
+        self.optim, self.device, self.bucket_mib = optim, device, bucket_mib
+        self.dp_rank, self.dp = rank, world_size
+
+    def start(self, first: Callable[[], Sequence[Any]]) -> None:
+        """Make the replica, and settle its buckets. Collective."""
+        if self.dp > 1:
+            self.replica = apply_data_parallel(
+                self.model, bucket_mib=self.bucket_mib, compression=self.optim.gradient_compression
+            )
+            settle_buckets(self.replica, self.loss, first()[0])
 
     def counted_parameters(self) -> list[nn.Parameter]:
         """The trained parameters."""
@@ -41,14 +59,14 @@ class Replicated:
         )
 
     def loss(self, model: nn.Module, microbatch: Any) -> Tensor:
-        """This microbatch's share of the global loss, times world_size."""
+        """This microbatch's share of the global loss, times `dp`."""
         with self.autocast():
             sums = model(microbatch)
         shares = [
             sums[term] * (weight / max(1.0, microbatch.counts[term]))
-            for term, weight in self.term_weights.items()
+            for term, weight in self.model.term_weights.items()
         ]
-        return torch.stack(shares).sum() * self.world_size
+        return torch.stack(shares).sum() * self.dp
 
     def backward(self, microbatches: Sequence[Any], step: int, scale: Tensor | None = None) -> Tensor:
         """Add the gradients of a step; returns this rank's share of the loss, a device scalar. Collective."""
@@ -61,4 +79,13 @@ class Replicated:
                 loss = self.loss(self.replica, microbatch)
                 loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
-        return torch.stack(losses).sum() / self.world_size
+        return torch.stack(losses).sum() / self.dp
+
+    def eval_outputs(self, batches: Sequence[Any]) -> list[dict[str, Tensor]]:
+        """What the metrics need of each batch."""
+        with torch.inference_mode(), self.autocast():
+            return [self.model.eval_outputs(batch) for batch in batches]
+
+    def flops_per_sample(self, first: Callable[[], Sequence[Any]]) -> float:
+        """Counted on the first microbatch."""
+        return count_training_flops(self.model, first()[0])

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from hpctrain.core import rng
+from hpctrain.core.loss_scale import LossScale
 from hpctrain.core.mesh import Mesh
 from hpctrain.core.optim import Ema
 
@@ -83,29 +84,36 @@ class Progress:
         )
 
 
-def make_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None, device: torch.device
-) -> dict[str, Any]:
+@dataclass
+class Kept:
+    """What of a run changes from step to step, on this rank."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    ema: Ema | None = None
+    loss_scale: LossScale | None = None
+
+
+def make_state(kept: Kept, device: torch.device) -> dict[str, Any]:
     """Everything that decides how the run goes on, as a nested dict for the checkpoint. The learning rate
-    is a function of the step and needs no entry."""
+    is a function of the step and needs no entry; frozen weights come from where they came from."""
+    frozen = {name for name, p in kept.model.named_parameters() if not p.requires_grad}
     state: dict[str, Any] = {
-        "model": model.state_dict(),
-        "optim": get_optimizer_state_dict(model, optimizer, options=_OPTIONS),
+        "model": {name: v for name, v in kept.model.state_dict().items() if name not in frozen},
+        "optim": get_optimizer_state_dict(kept.model, kept.optimizer, options=_OPTIONS),
         "per_rank": {"rng": rng.rng_state(device)},
     }
-    if ema is not None:
-        state["ema"] = dict(ema.average)
+    if kept.ema is not None:
+        state["ema"] = dict(kept.ema.average)
+    if kept.loss_scale is not None:
+        state["loss_scale"] = kept.loss_scale.state_dict()
     return state
 
 
 def restore_state(
-    state: dict[str, Any],
-    per_rank: dict[str, Any] | None,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
+    state: dict[str, Any], per_rank: dict[str, Any] | None, kept: Kept, device: torch.device
 ) -> None:
-    """Put a loaded state to work. Model and average were filled in place; the optimizer takes its own."""
-    set_optimizer_state_dict(model, optimizer, state["optim"], options=_OPTIONS)
+    """Put a loaded state to work. All but the optimizer's was filled in place."""
+    set_optimizer_state_dict(kept.model, kept.optimizer, state["optim"], options=_OPTIONS)
     if per_rank is not None:
         rng.set_rng_state(per_rank["rng"], device)

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpctrain.config.schema import OptimConfig
 from hpctrain.core.clip import gradient_norm, scale_gradients
 from hpctrain.core.loss_scale import LossScale
 from hpctrain.core.optim import Ema, learning_rate
-
-
-class Parallel(Protocol):
-    """A model as it lies on the ranks: `Replicated` or `Hybrid`."""
-
-    model: nn.Module
-
-    def backward(self, microbatches: Sequence[Any], step: int, scale: Tensor | None = None) -> Tensor:
-        """Add the gradients of a step; returns this rank's share of the loss, a device scalar."""
-
-    def counted_parameters(self) -> list[nn.Parameter]:
-        """The trained parameters that the gradient norm counts on this rank."""
+from hpctrain.core.parallel import Parallel
 
 
 class TrainStep:

@@ -13,10 +13,7 @@ from torch import Tensor, nn
 from hpctrain.config.schema import DecoderConfig, DecoderFamily
 from hpctrain.errors import ConfigError
 from hpctrain.models.attention import Block, RmsNorm
-from hpctrain.models.init import make_initial
-from hpctrain.models.lora import apply_lora
 from hpctrain.models.rope import check_rope, get_rope_type, make_rotation
-from hpctrain.models.spec import StagedModel
 from hpctrain.models.token_loss import LmHead
 
 BLOCKS = "model.layers"
@@ -191,13 +188,3 @@ def check_decoder(config: DecoderConfig) -> None:
     if problems:
         raise ConfigError(f"model.family={family.name}", "; ".join(problems), "correct the model's config")
     check_rope(config)
-
-
-def build_stage(config: DecoderConfig, layers: range, has_embedding: bool, has_head: bool) -> Decoder:
-    """Build a pipeline stage, with adapters where the config asks for them."""
-    stage = Decoder(config, layers, has_embedding, has_head)
-    apply_lora(stage, config.lora)
-    return stage
-
-
-STAGED = StagedModel(build_stage, BLOCKS, TP_PLAN, "model.embed_tokens.weight", make_initial)

@@ -7,7 +7,8 @@ import importlib
 from hpctrain.errors import ConfigError
 from hpctrain.models.spec import ModelSpec
 
-_MODULES = {"vision": "hpctrain.models.vision"}  # each one has a SPEC
+# Each module has a SPEC.
+_MODULES = {"vision": "hpctrain.models.vision", "decoder": "hpctrain.models.decoder_spec"}
 
 
 def resolve_spec(kind: str) -> ModelSpec:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from hpctrain.config.schema import ModelConfig
@@ -78,16 +79,8 @@ class Model(nn.Module, ABC):
         return set()
 
 
-@dataclass(frozen=True)
-class ModelSpec:
-    """A kind of model, as `core` sees it."""
-
-    kind: str
-    build: Callable[[ModelConfig, DataFacts], Model]
-    #: metrics from the outputs of the whole split, gathered in any order, padding included
-    evaluate: Callable[[dict[str, np.ndarray[Any, Any]]], dict[str, float]]
-    #: submodules that `torch.compile` gains from; the rest is small
-    compiled_modules: tuple[str, ...] = ()
+#: reads a part of a parameter: its name, its whole shape, which part, the dtype of the result
+ReadPiece = Callable[[str, tuple[int, ...], tuple[slice, ...], torch.dtype], Tensor]
 
 
 @dataclass(frozen=True)
@@ -99,12 +92,24 @@ class StagedModel:
     """
 
     #: config, the blocks it has, whether it has the embedding, and the head; adapters included
-    build_stage: Callable[[Any, range, bool, bool], nn.Module]
+    build_stage: Callable[[ModelConfig, range, bool, bool], nn.Module]
     blocks: str  #: name of the ModuleDict that holds the blocks
     tp_plan: dict[str, str]  #: pattern of module names → style of `core.tensor`
     tied_weight: str  #: name of the matrix that embedding and head share where they are tied
-    #: name, whole shape, dtype, seed, config → initial value
-    make_initial: Callable[[str, tuple[int, ...], Any, int, Any], Tensor]
+    initial_weights: Callable[[ModelConfig, int], ReadPiece]  #: config and seed
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A kind of model, as `core` sees it: `build` for a whole one on every rank, or `staged`."""
+
+    kind: str
+    #: metrics from the outputs of the whole split, gathered in any order, padding included
+    evaluate: Callable[[dict[str, np.ndarray[Any, Any]]], dict[str, float]]
+    build: Callable[[ModelConfig, DataFacts], Model] | None = None
+    #: submodules that `torch.compile` gains from; the rest is small
+    compiled_modules: tuple[str, ...] = ()
+    staged: StagedModel | None = None
 
 
 def make_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

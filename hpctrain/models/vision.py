@@ -140,4 +140,4 @@ def evaluate_vision(outputs: dict[str, np.ndarray[Any, Any]]) -> dict[str, float
     return result
 
 
-SPEC = ModelSpec("vision", build_vision, evaluate_vision, compiled_modules=("backbone",))
+SPEC = ModelSpec("vision", evaluate_vision, build_vision, compiled_modules=("backbone",))

@@ -75,7 +75,6 @@ def run_training(
             flag.cause = CauseKind.preemption
         return step(microbatches, index)
 
-    signalled_step.autocast = training.step.autocast  # type: ignore[attr-defined]
     training.step = signalled_step  # type: ignore[assignment]
     kind = train(training)
     training.close()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpctrain.checkpoint import reader, store, writer
-from hpctrain.core.state import make_state, restore_state
+from hpctrain.core.state import Kept, make_state, restore_state
 from tests.core.class_parallel_toy import SIZE, Trainer, build_model, build_sharded, make_batches, whole
 from tests.core.toy import microbatches_of
 from tests.helpers.ranks import run_ranks
@@ -24,11 +24,11 @@ def train_from_newest(
 ) -> tuple[dict[str, Tensor], int]:
     model = build_sharded(sample_rate=rate)
     trainer = Trainer(model, world)
-    state = make_state(model, trainer.optimizer, None, CPU)
+    state = make_state(Kept(model, trainer.optimizer), CPU)
     loaded = reader.load(root, state=state, group=dist.group.WORLD, timeout_s=30)
     first = loaded.step if loaded else 0
     if loaded:
-        restore_state(state, loaded.per_rank, model, trainer.optimizer, CPU)
+        restore_state(state, loaded.per_rank, Kept(model, trainer.optimizer), CPU)
     else:
         trainer.optimizer.state.clear()
     size = SIZE if rate == 1.0 else world  # so few that there is room for negatives
@@ -39,7 +39,7 @@ def train_from_newest(
         trainer.backward(batches[index])
         trainer.update()
         if index + 1 == save_at:
-            state = make_state(model, trainer.optimizer, None, CPU)
+            state = make_state(Kept(model, trainer.optimizer), CPU)
             place = {"attempt": "1_0_0", "facts": {}, "layout": {}, "timeout_s": 30}
             writer.save(root, step=save_at, state=state, group=dist.group.WORLD, **place)
     moments = trainer.optimizer.state[model.identity_head.weight]

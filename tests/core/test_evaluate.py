@@ -7,8 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hpctrain.config.schema import OptimConfig
 from hpctrain.core.evaluate import evaluate
 from hpctrain.core.mesh import Mesh
+from hpctrain.core.replicated import Replicated
 from hpctrain.core.stop import AgreedStop, SignalFlag
 from hpctrain.core.watchdog import Watchdog
 from hpctrain.run.causes import CauseKind
@@ -51,7 +53,8 @@ def evaluate_on(rank, world, stop_at=None):
                 flag.cause = CauseKind.time_limit
             yield batch
 
-    result = evaluate(model, batches(), make_metrics, mesh, stop, watchdog)
+    parallel = Replicated(model, OptimConfig(), rank, world, mesh.device, 25)
+    result = evaluate(parallel, batches(), make_metrics, mesh, stop, watchdog)
     return result, model.training
 
 

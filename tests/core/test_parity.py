@@ -84,7 +84,7 @@ def test_a_compiled_backbone_under_ddp_equals_plain_pytorch():
 
 
 def without_world_size(step, microbatches):
-    step.parallel.world_size = 1
+    step.parallel.dp = 1
 
 
 def with_local_counts(step, microbatches):
@@ -101,7 +101,9 @@ def without_all_reduce(step, microbatches):
 
 
 def without_synchronised_statistics(step, microbatches):
-    step.parallel.replica.module.backbone[1].group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    step.parallel.replica.module.backbone[1].group = dist.new_group(
+        [dist.get_rank()], use_local_synchronization=True
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hpctrain.checkpoint import reader, writer
 from hpctrain.config.schema import GradientCompression, OptimizerKind
 from hpctrain.core import rng
 from hpctrain.core.data_parallel import sync_buffers
-from hpctrain.core.state import make_state, restore_state
+from hpctrain.core.state import Kept, make_state, restore_state
 from tests.core.toy import OPTIM, build_step, build_toy, make_batch, microbatches_of
 from tests.helpers.ranks import run_ranks
 
@@ -31,14 +31,14 @@ def train(rank, world, root, num_steps, save_at, optim, settle):
     torch.manual_seed(1)
     batches = [microbatches_of(make_batch(index), rank, world, 2) for index in range(num_steps)]
     step = build_step(model, 1, optim=optim)
-    state = make_state(model, step.optimizer, step.ema, CPU)
+    state = make_state(Kept(model, step.optimizer, step.ema), CPU)
     loaded = reader.load(root, state=state, group=dist.group.WORLD, timeout_s=30)
     rng.seed_rank(0, rank, 0)
     first = 0
     if loaded is None:
         step.optimizer.state.clear()
     else:
-        restore_state(state, loaded.per_rank, model, step.optimizer, CPU)
+        restore_state(state, loaded.per_rank, Kept(model, step.optimizer), CPU)
         first = loaded.step
     restored, ema = step.optimizer, step.ema
     step = build_step(
@@ -53,14 +53,14 @@ def train(rank, world, root, num_steps, save_at, optim, settle):
                 root,
                 step=save_at,
                 attempt="1_0_0",
-                state=make_state(model, step.optimizer, ema, CPU),
+                state=make_state(Kept(model, step.optimizer, ema), CPU),
                 facts={},
                 group=dist.group.WORLD,
                 timeout_s=30,
                 layout={"dp_replicate": world},
             )
     sync_buffers(model, ema)
-    return flat(make_state(model, step.optimizer, ema, CPU)), first
+    return flat(make_state(Kept(model, step.optimizer, ema), CPU)), first
 
 
 def flat(state, prefix=""):

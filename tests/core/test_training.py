@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import store
-from hpctrain.core import training as training_module
+from hpctrain.data import source
 from hpctrain.data.shards import ShardSet
 from hpctrain.run.causes import CauseKind
 from hpctrain.run.directory import RunDirectory
@@ -85,13 +85,13 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_sees_the_same_samples(un
 
 
 def stop_in_evaluation(training):
-    training_module.EVAL_BATCH_SIZE = 1
+    source.EVAL_BATCH_SIZE = 1
     evaluate = training._evaluate
 
-    def interrupted(folder):
+    def interrupted():
         if training.finished:
             training.stop.flag.cause = CauseKind.time_limit
-        return evaluate(folder)
+        return evaluate()
 
     training._evaluate = interrupted
 

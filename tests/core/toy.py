@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpctrain.config.schema import GradientCompression, OptimConfig
-from hpctrain.core.data_parallel import apply_data_parallel, settle_buckets
+from hpctrain.core.data_parallel import apply_data_parallel
 from hpctrain.core.optim import Ema, build_optimizer
 from hpctrain.core.replicated import Replicated
 from hpctrain.core.step import TrainStep
@@ -134,12 +134,12 @@ def build_step(
     """The step as `Training` puts it together."""
     optimizer = build_optimizer(make_parameter_groups(model, optim.weight_decay), optim)
     ema = Ema(model, optim.ema_decay) if optim.ema_decay else None
-    replica: nn.Module = model
-    if world > 1:
-        replica = apply_data_parallel(model, bucket_mib=bucket_mib, compression=compression)
-    parallel = Replicated(model, replica, optim, world, torch.device("cpu"))
-    if world > 1 and settle_with is not None:
-        settle_buckets(replica, parallel.loss, settle_with)
+    optim = replace(optim, gradient_compression=compression)
+    parallel = Replicated(model, optim, 0, world, torch.device("cpu"), bucket_mib)
+    if settle_with is not None:
+        parallel.start(lambda: [settle_with])
+    elif world > 1:
+        parallel.replica = apply_data_parallel(model, bucket_mib=bucket_mib, compression=compression)
     return TrainStep(parallel, optimizer, ema=ema, optim=optim, steps_per_epoch=STEPS_PER_EPOCH)
 
 

@@ -26,7 +26,8 @@ from hpctrain.core.optim import build_optimizer
 from hpctrain.core.parallelize import own_piece
 from hpctrain.core.rng import dropout_keys
 from hpctrain.core.step import TrainStep
-from hpctrain.models.decoder import STAGED, Decoder
+from hpctrain.models.decoder import Decoder
+from hpctrain.models.decoder_spec import SPEC
 from hpctrain.models.init import make_initial
 from hpctrain.models.lora import apply_lora
 from hpctrain.models.spec import make_parameter_groups
@@ -239,11 +240,8 @@ RATES = [0.005, 0.01, 0.01]
 def build(cell: Cell) -> TrainStep:
     """The step as a run puts it together, in the default dtype."""
     config = cell.config()
-
-    def read(name: str, shape: tuple[int, ...], piece: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
-        return make_initial(name, shape, dtype, SEED, cell.model)[piece]
-
-    hybrid = Hybrid(config, cell.plan(), STAGED, torch.device("cpu"), read)
+    assert SPEC.staged is not None
+    hybrid = Hybrid(config, cell.plan(), SPEC.staged, torch.device("cpu"))
     optimizer = build_optimizer(make_parameter_groups(hybrid.model, 0.1), config.optim)
     return TrainStep(hybrid, optimizer, ema=None, optim=config.optim, steps_per_epoch=4)
 

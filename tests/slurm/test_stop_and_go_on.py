@@ -253,12 +253,12 @@ if "hpctrain.launch.rank" in " ".join(sys.orig_argv):
     "repeats a batch": """
 import sys
 if "hpctrain.launch.rank" in " ".join(sys.orig_argv):
-    from hpctrain.core import training
-    original = training.build_train_loader
+    from hpctrain.data import source
+    original = source.build_train_loader
     def one_behind(*args, **kwargs):
         consumed = kwargs["samples_consumed"]
         return original(*args, **{**kwargs, "samples_consumed": max(0, consumed - 32)})
-    training.build_train_loader = one_behind
+    source.build_train_loader = one_behind
 """,
 }
 
