@@ -38,7 +38,7 @@ def test_the_commands_of_the_page_work_on_its_records(
 
 
 def test_the_page_lists_every_option_with_its_default() -> None:
-    rows = dict(re.findall(r"^\| `(--[\w-]+)[^|]*\| ([^|]*) \|", PAGE, re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(--[\w-]+)[^|]*\| ([^|]*?) ?\|", PAGE, re.MULTILINE))
     for action in _parser()._actions:
         if action.option_strings and action.dest != "help":
             [option] = action.option_strings
