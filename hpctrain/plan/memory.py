@@ -184,17 +184,64 @@ def worst_moment(
     return max(moments, key=sum)
 
 
-def plan_memory(
-    config: Config, model: DecoderConfig, layout: Layout, batch: BatchPlan, stages: Stages
-) -> tuple[RankMemory, ...]:
-    """Memory of the ranks at each place of the pipeline, first to last."""
+@dataclass(frozen=True)
+class MemoryModel:
+    """The memory of a run's ranks, by how many blocks their stages have."""
+
+    config: Config
+    model: DecoderConfig
+    layout: Layout
+    shape: Shape
+    schedule: tuple[Actions, ...]
+
+    def rank(self, pp_rank: int, layers: dict[int, int]) -> RankMemory:
+        """Memory at one place of the pipeline.
+
+        Args:
+            layers: number of blocks of each stage that is there.
+        """
+        shape, parallelism, blocks = self.shape, self.config.parallelism, sum(layers.values())
+        first, last = pp_rank == 0, pp_rank == self.layout.pp - 1
+        shards = self.layout.dp_shard * self.layout.tp
+        held = stage_parameters(self.model, blocks, first, last) // shards
+        trained = blocks * adapter_parameters(self.model) // shards if self.model.lora.rank else held
+        working, gathered = worst_moment(
+            shape, parallelism.checkpointing, parallelism.reshard_after_forward, first, last
+        )
+        if not parallelism.reshard_after_forward:
+            gathered += shape.element * blocks * shape.block
+        block = kept_bytes(shape, parallelism.checkpointing)
+        kept = {stage: count * block + shared_bytes(shape) for stage, count in layers.items()}
+        on_device = 0 if parallelism.offload_optimizer else FP32
+        moments = 2 if self.config.optim.kind is OptimizerKind.adamw else 1
+        return RankMemory(
+            weights=on_device * held,
+            gradients=on_device * trained,
+            optimizer=on_device * moments * trained,
+            activations=most_in_flight(self.schedule[pp_rank], kept),
+            working=working,
+            gathered=gathered,
+        )
+
+    def ranks(self, stages: Stages) -> tuple[RankMemory, ...]:
+        """Memory at each place of the pipeline, first to last."""
+        counts = {stage: end - first for stage, (first, end) in enumerate(stages)}
+        pp = self.layout.pp
+        return tuple(
+            self.rank(place, {stage: count for stage, count in counts.items() if stage % pp == place})
+            for place in range(pp)
+        )
+
+
+def make_memory_model(config: Config, model: DecoderConfig, layout: Layout, batch: BatchPlan) -> MemoryModel:
+    """What the memory of a run's ranks depends on, whatever the stages."""
     assert isinstance(config.data, TokenDataConfig)
-    parallelism, optim, length = config.parallelism, config.optim, config.data.sequence_length
+    parallelism, length = config.parallelism, config.data.sequence_length
     shape = Shape(
         model=model,
         tokens=batch.microbatch_size * length,
         masks=batch.microbatch_size * length**2,
-        element=FP32 if optim.precision is Precision.fp32 else 2,
+        element=FP32 if config.optim.precision is Precision.fp32 else 2,
         tp=layout.tp,
         token_shards=layout.tp if parallelism.sequence_parallel else 1,
         dp_shard=layout.dp_shard,
@@ -202,30 +249,9 @@ def plan_memory(
     schedule = make_schedule(
         parallelism.schedule, layout.pp, parallelism.stages_per_rank, batch.num_microbatches
     )
-    block = kept_bytes(shape, parallelism.checkpointing)
-    moments = 2 if optim.kind is OptimizerKind.adamw else 1
-    ranks = []
-    for pp_rank, actions in enumerate(schedule):
-        first, last = pp_rank == 0, pp_rank == layout.pp - 1
-        layers = {s: end - begin for s, (begin, end) in enumerate(stages) if s % layout.pp == pp_rank}
-        kept = {stage: count * block + shared_bytes(shape) for stage, count in layers.items()}
-        held = stage_parameters(model, sum(layers.values()), first, last)
-        trained = sum(layers.values()) * adapter_parameters(model) if model.lora.rank else held
-        shards = layout.dp_shard * layout.tp
-        working, gathered = worst_moment(
-            shape, parallelism.checkpointing, parallelism.reshard_after_forward, first, last
-        )
-        if not parallelism.reshard_after_forward:
-            gathered += shape.element * sum(layers.values()) * shape.block
-        on_device = 0 if parallelism.offload_optimizer else FP32
-        ranks.append(
-            RankMemory(
-                weights=on_device * held // shards,
-                gradients=on_device * trained // shards,
-                optimizer=on_device * moments * trained // shards,
-                activations=most_in_flight(actions, kept),
-                working=working,
-                gathered=gathered,
-            )
-        )
-    return tuple(ranks)
+    return MemoryModel(config, model, layout, shape, schedule)
+
+
+def fullest(memory: tuple[RankMemory, ...]) -> int:
+    """Place of the pipeline that needs most."""
+    return max(range(len(memory)), key=lambda place: memory[place].total)

@@ -10,12 +10,13 @@ from hpctrain.config.schema import Config, DecoderConfig
 from hpctrain.errors import PlanError
 from hpctrain.plan.batch import BatchPlan, resolve_batch
 from hpctrain.plan.decoder_legality import batch_findings, can_be_cut
+from hpctrain.plan.fit import fit_stages
 from hpctrain.plan.hardware import CATALOGUE
 from hpctrain.plan.layout import Layout, resolve_layout
 from hpctrain.plan.legality import combination_findings, layout_findings, range_findings
-from hpctrain.plan.memory import GIB, RankMemory, plan_memory
+from hpctrain.plan.memory import GIB, RankMemory, fullest
 from hpctrain.plan.placement import placement_findings, placement_notes
-from hpctrain.plan.stages import Stages, stage_choices
+from hpctrain.plan.stages import Stages, stage_findings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,38 +77,6 @@ class RunPlan:
         ]
 
 
-def fullest(memory: tuple[RankMemory, ...]) -> int:
-    """Place of the pipeline that needs most."""
-    return max(range(len(memory)), key=lambda place: memory[place].total)
-
-
-def fit_stages(
-    config: Config, model: DecoderConfig, layout: Layout, batch: BatchPlan, cuts: list[Stages]
-) -> tuple[Stages, tuple[RankMemory, ...], list[str]]:
-    """The first cut whose ranks fit on the device, their memory, and the finding if there is none."""
-    usable_gib = CATALOGUE[config.cluster.hardware].memory_gib
-    tried = [(stages, plan_memory(config, model, layout, batch, stages)) for stages in cuts]
-    peaks = [memory[fullest(memory)].total for _, memory in tried]
-    if usable_gib is None or peaks[0] <= usable_gib * GIB:
-        return *tried[0], []
-    best = peaks.index(min(peaks))
-    stages, memory = tried[best]
-    if peaks[best] <= usable_gib * GIB:
-        return stages, memory, []
-    place = fullest(memory)
-    blocks = sum(end - first for first, end in stages[place :: layout.pp])
-    return (
-        stages,
-        memory,
-        [
-            f"a rank at pp={place} ({blocks} blocks) needs {peaks[best] / GIB:.1f} GiB, but "
-            f"cluster.hardware={config.cluster.hardware} has {usable_gib} GiB to use: "
-            f"{memory[place].text()}; more pp, tp or dp_shard, parallelism.checkpointing=full, "
-            "a smaller parallelism.microbatch_size, model.loss_chunk_tokens, or parallelism.offload_optimizer"
-        ],
-    )
-
-
 def make_plan(config: Config) -> RunPlan:
     """Check everything that can be checked without data; raise PlanError with all findings together."""
     cluster, model = config.cluster, config.model
@@ -126,10 +95,9 @@ def make_plan(config: Config) -> RunPlan:
         findings += found
     if layout and batch and isinstance(model, DecoderConfig) and can_be_cut(config, model):
         findings += batch_findings(config, layout, batch)
-        cuts, found = stage_choices(config, model, layout.pp)
-        findings += found
+        findings += stage_findings(model, config.parallelism, layout.pp)
         if not findings:
-            stages, memory, findings = fit_stages(config, model, layout, batch, cuts)
+            stages, memory, findings = fit_stages(config, model, layout, batch)
     if findings:
         raise PlanError("the plan refuses this run:" + "".join(f"\n  - {finding}" for finding in findings))
     assert layout is not None and batch is not None

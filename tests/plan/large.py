@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 from typing import Any
 
 from hpctrain.config.schema import (
     Checkpointing,
+    ClusterConfig,
     Config,
     DecoderConfig,
     DecoderFamily,
@@ -17,9 +19,9 @@ from hpctrain.config.schema import (
 )
 from hpctrain.plan.batch import resolve_batch
 from hpctrain.plan.costs import block_parameters
+from hpctrain.plan.fit import fit_stages
 from hpctrain.plan.layout import Layout
-from hpctrain.plan.memory import GIB, RankMemory, plan_memory
-from hpctrain.plan.stages import split_layers
+from hpctrain.plan.memory import GIB, RankMemory
 
 SEQUENCE_LENGTH = 4096
 GLOBAL_BATCH_SIZE = 64
@@ -36,29 +38,33 @@ QWEN_32B = DecoderConfig(
     max_position_embeddings=32768,
     loss_chunk_tokens=1024,
 )
-SIXTEEN = (3, *[4] * 12, 5, 5, 3)
-EIGHT = (7, 8, 8, 8, 8, 9, 9, 7)
-# name: pp, dp_shard, tp, layers of each stage, and whether torch's own pipeline stage is used
-LAYOUTS: dict[str, tuple[int, int, int, tuple[int, ...], bool]] = {
-    "PP8×DP4, torch's stage": (8, 4, 1, EIGHT, True),
-    "PP8×DP4": (8, 4, 1, EIGHT, False),
-    "PP16×DP2": (16, 2, 1, SIXTEEN, False),
-    "PP16×TP2, torch's stage": (16, 1, 2, SIXTEEN, True),
-    "PP16×TP2": (16, 1, 2, SIXTEEN, False),
-    "PP8×TP2×DP2": (8, 2, 2, EIGHT, False),
-    "PP32": (32, 1, 1, (1, *[2] * 28, 3, 3, 1), False),
-    "PP8×TP4": (8, 1, 4, EIGHT, False),
-    "PP4×TP8": (4, 1, 8, (15, 17, 17, 15), False),
+# The cut that docs/layout_32b.md chooses.
+SIXTEEN = (2, *[4] * 11, 5, 5, 5, 3)
+# name: pp, dp_shard, tp, and whether torch's own pipeline stage is used
+LAYOUTS: dict[str, tuple[int, int, int, bool]] = {
+    "PP8×DP4, torch's stage": (8, 4, 1, True),
+    "PP8×DP4": (8, 4, 1, False),
+    "PP16×DP2": (16, 2, 1, False),
+    "PP16×TP2, torch's stage": (16, 1, 2, True),
+    "PP16×TP2": (16, 1, 2, False),
+    "PP8×TP2×DP2": (8, 2, 2, False),
+    "PP32": (32, 1, 1, False),
+    "PP8×TP4": (8, 1, 4, False),
+    "PP4×TP8": (4, 1, 8, False),
 }
 
 
-def memory_of(name: str, sequence_parallel: bool = True, **parallelism: Any) -> tuple[RankMemory, ...]:
-    """Memory at each place of the pipeline of a layout of the table."""
-    pp, dp_shard, tp, layers, whole = LAYOUTS[name]
+@cache
+def fit(
+    name: str, sequence_parallel: bool = True, **parallelism: Any
+) -> tuple[tuple[int, ...], tuple[RankMemory, ...]]:
+    """Layers of each stage of a layout of the table, as the plan cuts them, and memory at each place."""
+    pp, dp_shard, tp, _ = LAYOUTS[name]
     config = Config(
         model=QWEN_32B,
         data=TokenDataConfig(sequence_length=SEQUENCE_LENGTH),
         optim=OptimConfig(precision=Precision.bf16),
+        cluster=ClusterConfig(hardware="rtx4090"),
         parallelism=ParallelismConfig(
             sequence_parallel=sequence_parallel and tp > 1,
             **{"checkpointing": Checkpointing.full, **parallelism},
@@ -67,8 +73,14 @@ def memory_of(name: str, sequence_parallel: bool = True, **parallelism: Any) -> 
     layout = Layout(pp=pp, dp_replicate=1, dp_shard=dp_shard, tp=tp)
     batch, _ = resolve_batch(GLOBAL_BATCH_SIZE, 1, dp_shard)
     assert batch is not None
-    stages = tuple((cut.start, cut.stop) for cut in split_layers(layers))
-    places = plan_memory(config, QWEN_32B, layout, batch, stages)
+    stages, memory, _ = fit_stages(config, QWEN_32B, layout, batch)
+    return tuple(end - first for first, end in stages), memory
+
+
+def memory_of(name: str, sequence_parallel: bool = True, **parallelism: Any) -> tuple[RankMemory, ...]:
+    """Memory at each place of the pipeline of a layout of the table."""
+    pp, dp_shard, tp, whole = LAYOUTS[name]
+    _, places = fit(name, sequence_parallel, **parallelism)
     if not whole:
         return places
     # torch's stage switches resharding and reduction off until the last microbatch: the stage's weights stay
@@ -90,8 +102,8 @@ def memory_of(name: str, sequence_parallel: bool = True, **parallelism: Any) -> 
 def table_rows() -> list[str]:
     """First, fullest middle and last place of each layout, GiB."""
     rows = []
-    for name, (pp, _, _, layers, _) in LAYOUTS.items():
-        places = memory_of(name)
+    for name, (pp, _, _, _) in LAYOUTS.items():
+        layers, places = fit(name)[0], memory_of(name)
         middle = max(range(1, pp - 1), key=lambda rank: places[rank].total)
         for rank in (0, middle, pp - 1):
             memory = places[rank]
