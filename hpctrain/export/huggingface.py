@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hpctrain.checkpoint.reader import Part
+from hpctrain.config.huggingface import make_config_json, read_config
 from hpctrain.config.load import load_config
 from hpctrain.config.schema import Config, DecoderConfig
 from hpctrain.data.tokenizer import TOKENIZER_FILES, DocumentTokenizer
 from hpctrain.data.tokens import TOKENIZER_NAME
 from hpctrain.errors import ConfigError
 from hpctrain.export.trained import find_sound, refuse_existing
-from hpctrain.models.config_json import make_config_json, read_config
 from hpctrain.models.huggingface import INDEX, SINGLE, make_shapes
 from hpctrain.models.lora import merge_weight
 from hpctrain.run.directory import RunDirectory
@@ -106,7 +106,7 @@ def write_model(folder: Path, config: DecoderConfig, state: Mapping[str, Tensor]
     shapes = make_shapes(config)
     sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
     _write_shards(folder, {name: size * dtype.itemsize for name, size in sizes.items()}, read)
-    content = make_config_json(config, dtype)
+    content = make_config_json(config, str(dtype).removeprefix("torch."))
     if config.pretrained is not None:
         known = read_config(Path(config.pretrained))
         content |= {key: known.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}

@@ -10,10 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hpctrain.config.schema import DecoderConfig, DecoderFamily
+from hpctrain.config.rope import get_rope_type
+from hpctrain.config.schema import DecoderConfig
 from hpctrain.errors import ConfigError
 from hpctrain.models.attention import Block, RmsNorm
-from hpctrain.models.rope import check_rope, get_rope_type, make_rotation
+from hpctrain.models.rope import make_rotation
 from hpctrain.models.token_loss import LmHead
 
 BLOCKS = "model.layers"
@@ -63,8 +64,7 @@ class Decoder(nn.Module):
         has_head: this stage has the last norm and the head. Where the head is tied it holds the embedding's
             matrix too, under the embedding's name.
 
-    Raises:
-        ConfigError: the config makes no decoder of its family.
+    What a config may ask for is in `plan.decoder_legality`.
     """
 
     def __init__(
@@ -75,7 +75,6 @@ class Decoder(nn.Module):
         has_head: bool = True,
     ) -> None:
         super().__init__()
-        check_decoder(config)
         self.config = config
         layers = range(config.num_hidden_layers) if layers is None else layers
         is_tied = has_head and config.tie_word_embeddings
@@ -161,30 +160,3 @@ def make_mask(
     if document_BL is not None:
         seen_B1LL = seen_B1LL & (document_BL[:, None, :, None] == document_BL[:, None, None, :])
     return seen_B1LL
-
-
-def check_decoder(config: DecoderConfig) -> None:
-    """Refuse settings that make no decoder of the family.
-
-    Raises:
-        ConfigError: head counts do not divide, or the family has no such thing.
-    """
-    family, heads = config.family, config.num_attention_heads
-    problems = []
-    if heads % config.num_key_value_heads:
-        problems.append(f"num_attention_heads={heads} is no multiple of {config.num_key_value_heads}")
-    if config.head_dim is None and config.hidden_size % heads:
-        problems.append(f"hidden_size={config.hidden_size} is no multiple of num_attention_heads={heads}")
-    if (config.head_dim or config.hidden_size // heads) % 2:
-        problems.append("head_dim is odd, rotary positions need pairs")
-    if config.sliding_window is not None and family is DecoderFamily.llama:
-        problems.append("llama has no sliding_window")
-    if config.max_window_layers and family in (DecoderFamily.llama, DecoderFamily.mistral):
-        problems.append(f"{family.name} has no max_window_layers")
-    if config.attention_bias and family is DecoderFamily.mistral:
-        problems.append("mistral has no attention_bias")
-    if not 0.0 <= config.residual_dropout < 1.0:
-        problems.append(f"residual_dropout={config.residual_dropout} is not in [0, 1)")
-    if problems:
-        raise ConfigError(f"model.family={family.name}", "; ".join(problems), "correct the model's config")
-    check_rope(config)

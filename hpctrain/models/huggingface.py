@@ -1,6 +1,6 @@
 """The safetensors of a Hugging Face folder, read slice by slice: a rank reads the bytes of its own part.
 
-What the folder's config.json means is in config_json.py.
+What the folder's config.json means is in config/huggingface.py.
 """
 
 from __future__ import annotations

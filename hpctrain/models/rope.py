@@ -13,62 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpctrain.config.rope import get_rope_type
 from hpctrain.config.schema import DecoderConfig
-from hpctrain.errors import ConfigError
-
-#: keys of `rope_scaling` that each type reads, beside the type itself: required, optional
-ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
-    "default": (set(), set()),
-    "linear": ({"factor"}, set()),
-    "dynamic": ({"factor"}, set()),
-    "yarn": (
-        {"factor"},
-        {
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        },
-    ),
-    "llama3": (
-        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-        set(),
-    ),
-}
-
-
-def get_rope_type(scaling: dict[str, Any] | None) -> str:
-    """Return the type of `rope_scaling`; old configs call the key `type`, and none at all is `default`."""
-    scaling = scaling or {}
-    return str(scaling.get("rope_type", scaling.get("type", "default")))
-
-
-def check_rope(config: DecoderConfig) -> None:
-    """Refuse what is not computed here.
-
-    Raises:
-        ConfigError: an unknown type of scaling, a missing key or one that the type does not have.
-    """
-    scaling = config.rope_scaling or {}
-    kind = get_rope_type(scaling)
-    if kind not in ROPE_KEYS:
-        raise ConfigError(
-            f"model.rope_scaling: rope_type={kind}",
-            f"known types: {', '.join(ROPE_KEYS)}",
-            "take a model that uses one of them",
-        )
-    required, optional = ROPE_KEYS[kind]
-    keys = {key for key, value in scaling.items() if value is not None} - {"rope_type", "type"}
-    if required - keys or keys - required - optional:
-        raise ConfigError(
-            f"model.rope_scaling={scaling}",
-            f"{kind} needs {', '.join(sorted(required)) or 'nothing'}"
-            f" and may have {', '.join(sorted(optional)) or 'nothing'} else",
-            "give these keys",
-        )
 
 
 def make_frequencies(config: DecoderConfig, head_dim: int, device: torch.device) -> tuple[Tensor, float]:
@@ -89,6 +35,7 @@ def make_frequencies(config: DecoderConfig, head_dim: int, device: torch.device)
         return _make_yarn(config, scaling, plain_F)
     if kind == "llama3":
         return _make_llama3(scaling, plain_F), 1.0
+    assert kind in ("default", "dynamic"), kind
     return plain_F, 1.0
 
 

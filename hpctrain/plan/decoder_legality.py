@@ -8,6 +8,7 @@ weights; LoRA; the optimizer; offload. The parity tests draw from all of it.
 
 from __future__ import annotations
 
+from hpctrain.config.rope import rope_findings
 from hpctrain.config.schema import (
     Config,
     DecoderConfig,
@@ -70,7 +71,7 @@ def model_findings(model: DecoderConfig) -> list[str]:
         found.append(f"model.residual_dropout={model.residual_dropout}: at least 0, below 1")
     if model.loss_chunk_tokens < 0:
         found.append(f"model.loss_chunk_tokens={model.loss_chunk_tokens}: must not be negative; 0 for all")
-    return found + _lora_findings(model)
+    return found + rope_findings(model.rope_scaling) + _lora_findings(model)
 
 
 def _lora_findings(model: DecoderConfig) -> list[str]:

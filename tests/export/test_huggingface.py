@@ -18,12 +18,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from hpctrain.checkpoint import writer
+from hpctrain.config.huggingface import parse_config
 from hpctrain.config.load import save_config
 from hpctrain.config.schema import Config, DecoderConfig, LoraConfig, TokenDataConfig, VisionConfig
 from hpctrain.errors import CheckpointError, ConfigError
 from hpctrain.export import huggingface, main
 from hpctrain.export.huggingface import export_huggingface
-from hpctrain.models.config_json import parse_config
 from hpctrain.models.decoder import Decoder
 from hpctrain.models.lora import apply_lora
 from tests.helpers.ranks import run_ranks

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hpctrain.models.config_json import parse_config
+from hpctrain.config.huggingface import parse_config
 from hpctrain.models.decoder import Decoder
 
 logging.getLogger("transformers").setLevel(logging.ERROR)

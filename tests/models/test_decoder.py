@@ -153,7 +153,7 @@ def test_a_tied_head_has_one_matrix_under_one_name() -> None:
 
 
 def test_blocks_compile_without_a_break_and_give_the_same() -> None:
-    config = tiny(family=DecoderFamily.qwen3, residual_dropout=0.1, sliding_window=5, max_window_layers=1)
+    config = tiny(family=DecoderFamily.qwen3, num_hidden_layers=1, residual_dropout=0.1, sliding_window=5)
     model = build(config, torch.float32)
     token_BL, position_BL, label_BL, weight_BL = make_tokens(2, 9)
     arguments = (token_BL, position_BL, None, label_BL, weight_BL, torch.tensor([1, 2]))
@@ -175,25 +175,6 @@ def test_dynamic_scaling_is_refused_where_it_would_begin() -> None:
     model.logits(token_BL[:, :8], position_BL[:, :8])
     with pytest.raises(ConfigError, match="max_position_embeddings=8"):
         model.logits(token_BL, position_BL)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"num_key_value_heads": 3}, "no multiple of 3"),
-        ({"num_attention_heads": 5, "num_key_value_heads": 5}, "no multiple of num_attention_heads=5"),
-        ({"head_dim": 5}, "odd"),
-        ({"sliding_window": 8}, "llama has no sliding_window"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "linear, dynamic, yarn, llama3"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "linear needs factor"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 3}}, "may have nothing else"),
-        ({"residual_dropout": 1.0}, "residual_dropout"),
-        ({"family": DecoderFamily.mistral, "attention_bias": True}, "mistral has no attention_bias"),
-    ],
-)
-def test_settings_that_make_no_decoder_are_refused(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        Decoder(tiny(**settings))
 
 
 def test_initial_weights_follow_from_seed_and_name_alone() -> None:

@@ -11,12 +11,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from hpctrain.config.rope import ROPE_KEYS, get_rope_type, rope_findings
 from hpctrain.config.schema import DecoderConfig, DecoderFamily
 from hpctrain.errors import ConfigError
-from hpctrain.models.decoder import check_decoder
-from hpctrain.models.rope import ROPE_KEYS, get_rope_type
 
 ARCHITECTURES = {
     DecoderFamily.llama: "LlamaForCausalLM",
@@ -135,6 +132,10 @@ def parse_config(content: Mapping[str, Any]) -> DecoderConfig:
     architectures = content.get("architectures") or [ARCHITECTURES[family]]
     if architectures != [ARCHITECTURES[family]]:
         problems.append(f"architectures={architectures}")
+    if family is DecoderFamily.llama and content.get("sliding_window") is not None:
+        problems.append(f"sliding_window={content['sliding_window']} in llama")
+    if family is DecoderFamily.mistral and content.get("attention_bias"):
+        problems.append("attention_bias=True in mistral")
     if problems:
         raise _refuse(problems)
     heads = content["num_attention_heads"]
@@ -147,7 +148,6 @@ def parse_config(content: Mapping[str, Any]) -> DecoderConfig:
     )
     _parse_rope(content, config)
     _parse_window(content, config)
-    check_decoder(config)
     return config
 
 
@@ -173,9 +173,11 @@ def _parse_rope(content: Mapping[str, Any], config: DecoderConfig) -> None:
     original = content.get("original_max_position_embeddings")
     if original is not None:
         scaling["original_max_position_embeddings"] = original
-    _, optional = ROPE_KEYS.get(scaling["rope_type"], (set(), set()))
-    if "original_max_position_embeddings" in optional:
+    required, optional = ROPE_KEYS.get(scaling["rope_type"], (set(), set()))
+    if "original_max_position_embeddings" in required | optional:
         scaling.setdefault("original_max_position_embeddings", config.max_position_embeddings)
+    if found := rope_findings(scaling):
+        raise _refuse(found)
     config.rope_scaling = scaling
 
 
@@ -221,16 +223,21 @@ def check_agreement(config: DecoderConfig, folder: Path) -> None:
 
 def normalise(config: DecoderConfig) -> DecoderConfig:
     """Return the config as `parse_config` would give it: defaults filled in, what has no effect left out."""
-    return parse_config(make_config_json(config, torch.float32))
+    return parse_config(make_config_json(config, "float32"))
 
 
-def make_config_json(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the config.json of a decoder, in the form that transformers 4 and 5 read."""
+def make_config_json(config: DecoderConfig, dtype: str) -> dict[str, Any]:
+    """Return the config.json of a decoder, in the form that transformers 4 and 5 read.
+
+    Args:
+        config: Of the decoder.
+        dtype: Of the weights beside it, as torch names it.
+    """
     family = config.family
     content: dict[str, Any] = {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family.name,
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": dtype,
         "hidden_act": "silu",
         "attention_dropout": 0.0,
         "num_key_value_heads": config.num_key_value_heads,
