@@ -210,6 +210,8 @@ class MemoryModel:
         )
         if not parallelism.reshard_after_forward:
             gathered += shape.element * blocks * shape.block
+        if self.layout.dp_replicate > 1:  # FSDP2 keeps what was reduced across replicas until backward ends
+            gathered += FP32 * trained
         block = kept_bytes(shape, parallelism.checkpointing)
         kept = {stage: count * block + shared_bytes(shape) for stage, count in layers.items()}
         on_device = 0 if parallelism.offload_optimizer else FP32

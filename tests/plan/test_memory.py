@@ -6,12 +6,14 @@ from pathlib import Path
 
 import torch
 
-from hpctrain.config.schema import DecoderConfig
+from hpctrain.config.schema import Config, DecoderConfig, TokenDataConfig
 from hpctrain.models.decoder import Decoder
 from hpctrain.models.rope import make_rotation
+from hpctrain.plan.batch import BatchPlan
 from hpctrain.plan.hardware import find_hardware
-from hpctrain.plan.memory import GIB, RankMemory, Shape, saved_bytes
-from tests.plan.large import LAYOUTS, SIXTEEN, memory_of, table_rows
+from hpctrain.plan.layout import Layout
+from hpctrain.plan.memory import GIB, RankMemory, Shape, make_memory_model, saved_bytes
+from tests.plan.large import LAYOUTS, QWEN_32B, SIXTEEN, memory_of, table_rows
 
 USABLE = find_hardware("rtx4090").memory_gib or 0.0
 
@@ -39,6 +41,20 @@ def test_middle_stage_of_the_chosen_layout_by_hand() -> None:
     # cosines and sines in fp32.
     assert memory.activations == 15 * ((4 + 1) * 2 * 4096 * 5120 // 2 + 4096**2 + 2 * 4 * 4096 * 128)
     assert memory.gathered == (2 + 2 + 4) * 487_605_248 // 2
+
+
+def test_replicas_keep_a_second_set_of_reduced_gradients_until_backward_ends() -> None:
+    """torch 2.14's FSDPParamGroup._all_reduce_state: the fp32 output of each block's reduction."""
+    alone, replicated = (
+        make_memory_model(
+            Config(model=QWEN_32B, data=TokenDataConfig(sequence_length=4096)),
+            QWEN_32B,
+            Layout(pp=1, dp_replicate=replicas, dp_shard=8, tp=1),
+            BatchPlan(global_batch_size=16, microbatch_size=1, num_microbatches=2),
+        ).rank(0, {0: 64})
+        for replicas in (1, 2)
+    )
+    assert replicated.total - alone.total == replicated.gradients == 4 * 32_763_876_352 // 8
 
 
 def test_a_block_saves_for_backward_what_torch_saves() -> None:
