@@ -61,6 +61,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "qwen2, yarn": {"model_type": "qwen2", "rope_scaling": YARN},
     "qwen2, yarn, not rounded": {"model_type": "qwen2", "rope_scaling": YARN | {"truncate": False}},
+    "qwen2, yarn, all frequencies fast": {
+        "model_type": "qwen2",
+        "rope_scaling": YARN | {"original_max_position_embeddings": 20_000},
+    },
     "qwen2, yarn, two scales": {
         "model_type": "qwen2",
         "rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 0.4, "beta_fast": 8, "beta_slow": 2},
