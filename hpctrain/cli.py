@@ -173,7 +173,7 @@ def with_config(verb: str, rest: list[str]) -> int:
 
 
 def act(verb: str, config: Config, as_json: bool) -> int:
-    from hpctrain.launch import submit
+    from hpctrain.launch import inputs, submit
 
     if verb == "render":
         print(submit.render(config), end="")
@@ -182,10 +182,10 @@ def act(verb: str, config: Config, as_json: bool) -> int:
         return tell(submit.run_foreground(config), as_json)
     plan = submit.checked_plan(config)
     if verb == "plan":
-        print(plan.to_json() if as_json else "\n".join(plan.lines() + submit.data_lines(config)))
+        print(plan.to_json() if as_json else "\n".join(plan.lines() + inputs.data_lines(config)))
         return 0
     if not as_json:
-        print("\n".join(plan.lines() + submit.data_lines(config)), flush=True)
+        print("\n".join(plan.lines() + inputs.data_lines(config)), flush=True)
     return tell(submit.submit(config, plan), as_json)
 
 

@@ -52,7 +52,7 @@ def _unknown_option(match: re.Match[str], text: str, error: Exception) -> Config
     group, name = match[1], match[2]
     listed = (line.strip() for line in text.splitlines() if line.startswith("\t") and "provider=" not in line)
     options = [option for option in listed if not option.startswith("_")]
-    close = difflib.get_close_matches(name, options, n=1) or options[:1]
+    close = difflib.get_close_matches(name, options, n=1, cutoff=0.4) or options[:1]
     prefix = "+" if group == "exp" else ""
     return ConfigError(
         f"no {group} named {name!r}",

@@ -14,6 +14,8 @@ from hpctrain.config.schema import (
     CheckpointConfig,
     ClusterConfig,
     Config,
+    DataConfig,
+    ModelConfig,
     OptimConfig,
     ParallelismConfig,
 )
@@ -26,7 +28,8 @@ def register_schemas() -> None:
     """Tell Hydra the types; an option file of `model/` or `data/` begins with its kind's, such as
     `defaults: [_vision, _self_]`."""
     store = ConfigStore.instance()
-    store.store(name="schema", node=Config)
+    # With the base classes, into which every kind can be merged.
+    store.store(name="schema", node=Config(model=ModelConfig(), data=DataConfig()))
     for kind, model in MODEL_CONFIGS.items():
         store.store(group="model", name=f"_{kind}", node=model)
     for kind, data in DATA_CONFIGS.items():

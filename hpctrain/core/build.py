@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from hpctrain.config.schema import Config, VisionConfig
 from hpctrain.core import rng
+from hpctrain.core.class_parallel import apply_class_parallel
 from hpctrain.core.hybrid import Hybrid
 from hpctrain.core.mesh import Mesh
 from hpctrain.core.parallel import Parallel
@@ -23,7 +25,10 @@ def build_parallel(config: Config, plan: RunPlan, spec: ModelSpec, source: Sourc
     assert spec.build is not None
     rng.seed_weights(config.seed)
     facts = DataFacts(source.facts["num_identities"], source.facts["behaviours"])
-    model = spec.build(config.model, facts).to(mesh.device)
+    model = spec.build(config.model, facts)
+    ranks = init_device_mesh(mesh.device.type, (mesh.world_size,))
+    class_heads = apply_class_parallel(model, ranks)
+    model.to(mesh.device)
     if mesh.device.type == "cuda":
         model.to(memory_format=torch.channels_last)  # what tensor cores want of convolutions
     if isinstance(config.model, VisionConfig) and config.model.sync_batchnorm:
@@ -32,5 +37,11 @@ def build_parallel(config: Config, plan: RunPlan, spec: ModelSpec, source: Sourc
         for name in spec.compiled_modules:
             model.get_submodule(name).compile()
     return Replicated(
-        model, config.optim, mesh.rank, mesh.world_size, mesh.device, config.parallelism.bucket_mib
+        model,
+        config.optim,
+        mesh.rank,
+        mesh.world_size,
+        mesh.device,
+        config.parallelism.bucket_mib,
+        class_heads,
     )

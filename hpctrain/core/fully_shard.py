@@ -7,6 +7,8 @@ gradients at once, in the pipeline too: whole gradients of a stage would not fit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,16 +21,18 @@ COMPUTE_DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 
 def apply_fully_shard(
     stage: nn.Module,
-    blocks: nn.ModuleDict,
+    units: Sequence[nn.Module],
     mesh: DeviceMesh,
     *,
     precision: Precision,
     reshard_after_forward: bool,
     offload: bool,
 ) -> None:
-    """Shard a stage: each block by itself, then what is left of the stage.
+    """Shard a stage, in place.
 
     Args:
+        units: What is gathered and dropped by itself: the blocks above all. The rest of the stage is one more
+            unit, which stays gathered from the first forward of a step to the last backward.
         mesh: `(dp_shard,)`, or `(dp_replicate, dp_shard)`: shards inside, replicas across (HSDP).
         precision: of products; gradients are reduced in fp32 and kept in the parameters' own format.
         reshard_after_forward: Drop a block's gathered parameters after forward and gather them again for
@@ -38,9 +42,11 @@ def apply_fully_shard(
     dtype = COMPUTE_DTYPES.get(precision)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
     offloading = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
-    for module in (*blocks.values(), stage):
-        # Of the stage itself, embedding and head: needed again at once where it ends.
-        reshard = reshard_after_forward and module is not stage
+    for module in (*units, stage):
         fully_shard(
-            module, mesh=mesh, mp_policy=policy, offload_policy=offloading, reshard_after_forward=reshard
+            module,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offloading,
+            reshard_after_forward=reshard_after_forward and module is not stage,
         )

@@ -123,13 +123,14 @@ class Hybrid:
 
     def _find_tied(self, kind: StagedModel) -> tuple[nn.Parameter | None, Any] | None:
         """The matrix that lies on the first and on the last stage, and the group of the two. Collective."""
-        if not getattr(self.config.model, "tie_word_embeddings", False):
+        name = kind.tied_weight(self.config.model)
+        if name is None:
             return None
         own = None
         for pipeline in _pipelines(self.axes):
             group = dist.new_group([pipeline[0], pipeline[-1]])
             own = group if dist.get_rank() in (pipeline[0], pipeline[-1]) else own
-        return dict(self.model.named_parameters()).get(kind.tied_weight), own
+        return dict(self.model.named_parameters()).get(name), own
 
     def _reduce_tied(self) -> None:
         """Each of the two stages has the gradient of its own use of a tied matrix: both need the sum."""

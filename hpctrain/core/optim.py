@@ -7,12 +7,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hpctrain.config.schema import OptimConfig, OptimizerKind
 
 
 def build_optimizer(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
     """Fused AdamW or SGD over parameter groups."""
+    # A fused kernel takes whole tensors or pieces, not both.
+    groups = [
+        {**group, "params": parameters}
+        for group in groups
+        for is_piece in (False, True)
+        if (parameters := [p for p in group["params"] if isinstance(p, DTensor) is is_piece])
+    ]
     if optim.kind is OptimizerKind.adamw:
         beta1, beta2 = optim.betas
         return torch.optim.AdamW(groups, lr=optim.lr, betas=(beta1, beta2), fused=True)
@@ -53,7 +61,9 @@ class Ema:
     def update(self) -> None:
         """After an optimizer step: average += (1 - decay) · (value - average)."""
         with torch.no_grad():
-            torch._foreach_lerp_(list(self.average.values()), list(self.values.values()), 1.0 - self.decay)
+            averages = [_local(average) for average in self.average.values()]
+            values = [_local(value) for value in self.values.values()]
+            torch._foreach_lerp_(averages, values, 1.0 - self.decay)
 
     def swap(self) -> None:
         """Exchange averages and values: once before an evaluation, once after it."""
@@ -62,3 +72,8 @@ class Ema:
                 kept = value.detach().clone()
                 value.copy_(self.average[name])
                 self.average[name].copy_(kept)
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    # One multi-tensor call does not take whole tensors and pieces together.
+    return value.to_local() if isinstance(value, DTensor) else value

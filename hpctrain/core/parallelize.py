@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hpctrain.config.schema import Checkpointing, Config
-from hpctrain.core.fully_shard import apply_fully_shard
+from hpctrain.core.fully_shard import COMPUTE_DTYPES, apply_fully_shard
 from hpctrain.core.tensor import apply_tensor_parallel
 from hpctrain.models.spec import ReadPiece, StagedModel
 
@@ -41,11 +41,13 @@ def build_stages(
     """
     parallelism = config.parallelism
     read = kind.initial_weights(config.model, config.seed)
+    is_tied = kind.tied_weight(config.model) is not None  # one matrix for both is in use all the time
     replicates = axes["dp_replicate"].size() > 1
     stages: dict[int, nn.Module] = {}
     for number, own in layers.items():
         with torch.device("meta"):
             stage = kind.build_stage(config.model, own, number == 0, number == num_stages - 1)
+        freeze_in(stage, COMPUTE_DTYPES.get(config.optim.precision))
         if axes["tp"].size() > 1:
             apply_tensor_parallel(
                 stage, kind.tp_plan, axes["tp"], sequence_parallel=parallelism.sequence_parallel
@@ -55,9 +57,11 @@ def build_stages(
             apply_checkpointing(block, parallelism.checkpointing)
             if parallelism.compile:
                 block.compile()
+        modules = dict(stage.named_modules())
+        tables = [modules[name] for name in kind.tables if name in modules and not is_tied]
         apply_fully_shard(
             stage,
-            blocks,
+            [*tables, *blocks.values()],
             axes["dp_replicate", "dp_shard"] if replicates else axes["dp_shard"],
             precision=config.optim.precision,
             reshard_after_forward=parallelism.reshard_after_forward,
@@ -67,6 +71,13 @@ def build_stages(
         load_weights(stage, read)
         stages[number] = stage
     return stages
+
+
+def freeze_in(stage: nn.Module, dtype: torch.dtype | None) -> None:
+    """Keep weights that are not trained in the precision of the products: they need no fp32 master."""
+    for parameter in stage.parameters():
+        if dtype is not None and not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
 
 
 def apply_checkpointing(block: nn.Module, kind: Checkpointing) -> None:

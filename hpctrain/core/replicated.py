@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.config.schema import OptimConfig, Precision
+from hpctrain.core.class_parallel import ClassHead
 from hpctrain.core.data_parallel import apply_data_parallel, settle_buckets
 from hpctrain.core.flops import count_training_flops
 from hpctrain.models.spec import Model
@@ -34,11 +35,12 @@ class Replicated:
         world_size: int,
         device: torch.device,
         bucket_mib: int,
+        class_heads: Sequence[ClassHead] = (),
     ) -> None:
         self.model: Model = model
         self.replica: nn.Module = model
         self.optim, self.device, self.bucket_mib = optim, device, bucket_mib
-        self.dp_rank, self.dp = rank, world_size
+        self.dp_rank, self.dp, self.class_heads = rank, world_size, class_heads
 
     def start(self, first: Callable[[], Sequence[Any]]) -> None:
         """Make the replica, and settle its buckets. Collective."""
@@ -71,6 +73,8 @@ class Replicated:
     def backward(self, microbatches: Sequence[Any], step: int, scale: Tensor | None = None) -> Tensor:
         """Add the gradients of a step; returns this rank's share of the loss, a device scalar. Collective."""
         assert scale is None
+        for head in self.class_heads:
+            head.begin_step(step)
         losses = []
         for index, microbatch in enumerate(microbatches):
             last = index == len(microbatches) - 1

@@ -73,6 +73,8 @@ def _split_vocabulary(module: nn.Module, mesh: DeviceMesh, tokens: Placement) ->
     _distribute(module, mesh, {"weight": Shard(0)})
     _convert_input(module, mesh, Replicate(), Replicate())
     _convert_output(module, tokens)
+    # FSDP2 hangs a hook on what a unit returns, and warns of views.
+    module.register_forward_hook(lambda module, args, y: y.clone())
 
 
 def _share_norm(module: nn.Module, mesh: DeviceMesh, tokens: Placement) -> None:

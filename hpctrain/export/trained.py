@@ -56,7 +56,7 @@ def load_trained(run_dir: Path, ema: bool | None = None) -> TrainedModel:
     state = reader.load_full(checkpoint.path, ("model", "ema") if uses_ema else ("model",))
     facts = json.loads(run.data_facts.read_text())
     data = DataFacts(facts["num_identities"], facts["behaviours"])
-    model = build_vision(replace(config.model, pretrained=None), data)
+    model = build_vision(replace(config.model, pretrained=None, class_parallel=False), data)
     model.load_state_dict(state["model"] | state.get("ema", {}))
     identities = facts.get("identities") or []
     return TrainedModel(model.eval(), config.model, identities, data.behaviours, checkpoint.step, uses_ema)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
-import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -16,14 +14,10 @@ from hpctrain.config.load import load_config, save_config, to_dict
 from hpctrain.config.schema import (
     ClusterKind,
     Config,
-    DataConfig,
-    ImageDataConfig,
-    ModelConfig,
-    TokenDataConfig,
-    VisionConfig,
 )
 from hpctrain.errors import ConfigError, PlanError
 from hpctrain.launch.environment import allocation, submit_folder
+from hpctrain.launch.inputs import check_data, check_model, draw_data
 from hpctrain.launch.script import check_options, check_sbatch, clean_environment, make_executor, refused
 from hpctrain.launch.snapshot import code_digest, current_code, freeze_code, package_root, source_facts
 from hpctrain.launch.supervise import supervise
@@ -59,18 +53,6 @@ def run_directory(config: Config) -> RunDirectory:
     return RunDirectory(Path(config.run_root) / config.name)
 
 
-def check_data(config: Config) -> None:
-    """Refuse a missing data folder before anything is queued, unless the run draws its own."""
-    root = Path(config.data.root)
-    if not draws_its_own(config.data) and not (root / "train" / "meta.json").is_file():
-        what = "it does not exist" if not root.exists() else "it has no train/meta.json"
-        raise ConfigError(
-            f"data.root={root}",
-            what,
-            f"pack your images: hpctrain data images SOURCE {root}, or correct data.root",
-        )
-
-
 def checked_plan(config: Config) -> RunPlan:
     """The plan, once everything that can be known ahead of queueing is known. Raises HpctrainError with all
     findings together."""
@@ -85,77 +67,6 @@ def checked_plan(config: Config) -> RunPlan:
     check_data(config)
     check_model(config.model)
     return plan
-
-
-def data_lines(config: Config) -> list[str]:
-    """What the packed data mean for the plan, for a terminal; nothing before they are there."""
-    path = Path(config.data.root) / "train" / "meta.json"
-    if not path.is_file():
-        return []
-    meta = json.loads(path.read_text())
-    images, batch = meta["num_samples"], config.optim.global_batch_size
-    steps = -(-images // batch)
-    filler = 1 - images / (steps * batch)
-    lines = [
-        f"data    {images} images of {len(meta['identities'])} people, {steps} steps an epoch, "
-        f"{steps * config.optim.num_epochs} in all"
-    ]
-    if filler > 0.1:
-        lines.append(
-            f"        {filler:.0%} of each epoch is filler: a smaller optim.global_batch_size wastes less"
-        )
-    return lines
-
-
-def check_model(model: ModelConfig) -> None:
-    """Refuse a backbone that timm does not have, or weights that are not there, without importing either."""
-    if not isinstance(model, VisionConfig):
-        return
-    if model.pretrained is not None and not Path(model.pretrained).is_file():
-        raise ConfigError(
-            f"model.pretrained={model.pretrained}", "no such file", "a .safetensors file, or null"
-        )
-    folders = [Path(entry) / "timm" / "models" for entry in sys.path]
-    known: set[str] = set()
-    older: set[str] = set()
-    for path in (path for folder in folders if folder.is_dir() for path in folder.glob("*.py")):
-        text = path.read_text()
-        known.update(re.findall(r"^@register_model\s+def (\w+)\(", text, re.MULTILINE))
-        _, _, renamed = text.partition("register_model_deprecations(")
-        older.update(re.findall(r"['\"](\w+)['\"]\s*:", renamed))
-    name = model.backbone.partition(".")[0]
-    if known and name not in known | older:
-        near = difflib.get_close_matches(name, known, n=4, cutoff=0.5)
-        raise ConfigError(
-            f"model.backbone={model.backbone}",
-            "timm has no such model",
-            f"model.backbone={near[0]}" + (f" (or {', '.join(near[1:])})" if near[1:] else "")
-            if near
-            else "a name that timm.list_models() gives",
-        )
-
-
-def draws_its_own(data: DataConfig) -> bool:
-    """Whether the experiment makes its data on first use."""
-    if isinstance(data, ImageDataConfig):
-        return data.synthetic_identities > 0
-    return isinstance(data, TokenDataConfig) and data.synthetic_documents > 0
-
-
-def draw_data(data: DataConfig) -> None:
-    """Make the data of an experiment that draws its own; at once if they are there. Raises ConfigError when
-    something else is."""
-    root = Path(data.root)
-    if draws_its_own(data) and not root.exists():
-        print(f"hpctrain: making synthetic data in {root}", file=sys.stderr, flush=True)
-    if isinstance(data, ImageDataConfig) and data.synthetic_identities:
-        from hpctrain.data.synthetic import make_faces
-
-        make_faces(root, num_identities=data.synthetic_identities)
-    if isinstance(data, TokenDataConfig) and data.synthetic_documents:
-        from hpctrain.data.calls import make_calls
-
-        make_calls(root, num_documents=data.synthetic_documents)
 
 
 def check_identity(run: RunDirectory, config: Config) -> None:

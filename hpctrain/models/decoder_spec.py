@@ -26,6 +26,12 @@ def build_stage(config: ModelConfig, layers: range, has_embedding: bool, has_hea
     return stage
 
 
+def tied_weight(config: ModelConfig) -> str | None:
+    """Return the name of the matrix that embedding and head share, if they do."""
+    assert isinstance(config, DecoderConfig)
+    return "model.embed_tokens.weight" if config.tie_word_embeddings else None
+
+
 def initial_weights(config: ModelConfig, seed: int) -> ReadPiece:
     """Open the pretrained folder, if there is one; what it does not hold (adapters) is drawn.
 
@@ -60,5 +66,12 @@ def evaluate_tokens(outputs: dict[str, np.ndarray[Any, Any]]) -> dict[str, float
 SPEC = ModelSpec(
     "decoder",
     evaluate_tokens,
-    staged=StagedModel(build_stage, BLOCKS, TP_PLAN, "model.embed_tokens.weight", initial_weights),
+    staged=StagedModel(
+        build_stage,
+        blocks=BLOCKS,
+        tp_plan=TP_PLAN,
+        tied_weight=tied_weight,
+        tables=("model.embed_tokens", "lm_head"),
+        initial_weights=initial_weights,
+    ),
 )

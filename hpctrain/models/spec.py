@@ -95,7 +95,9 @@ class StagedModel:
     build_stage: Callable[[ModelConfig, range, bool, bool], nn.Module]
     blocks: str  #: name of the ModuleDict that holds the blocks
     tp_plan: dict[str, str]  #: pattern of module names → style of `core.tensor`
-    tied_weight: str  #: name of the matrix that embedding and head share where they are tied
+    #: name of the matrix that embedding and head share, None where they have one each
+    tied_weight: Callable[[ModelConfig], str | None]
+    tables: tuple[str, ...]  #: modules outside the blocks with a large matrix of their own
     initial_weights: Callable[[ModelConfig, int], ReadPiece]  #: config and seed
 
 

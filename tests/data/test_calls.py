@@ -14,7 +14,7 @@ from hpctrain.data.sequences import PackedSequences
 from hpctrain.data.tokenizer import DocumentTokenizer
 from hpctrain.data.tokens import TokenSet
 from hpctrain.errors import ConfigError
-from hpctrain.launch.submit import draw_data
+from hpctrain.launch.inputs import draw_data
 from tests.data.packed import contents
 
 

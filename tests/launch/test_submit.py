@@ -16,7 +16,7 @@ import pytest
 from hpctrain.config.compose import resolve_config
 from hpctrain.config.schema import ClusterConfig, ClusterKind, Config, Device, GpuRequest
 from hpctrain.errors import ClusterError, ConfigError
-from hpctrain.launch import script, submit
+from hpctrain.launch import inputs, script, submit
 from hpctrain.launch.snapshot import code_digest, package_root
 from hpctrain.launch.supervise import supervise
 from hpctrain.plan.plan import make_plan
@@ -277,7 +277,7 @@ def test_missing_data_is_refused_with_the_command_that_packs(state: str, tmp_pat
     if state == "empty":
         (tmp_path / "data").mkdir()
     with pytest.raises(ConfigError, match=r"data\.root") as refusal:
-        submit.check_data(config)
+        inputs.check_data(config)
     assert "hpctrain data images SOURCE" in refusal.value.change
 
 
