@@ -40,7 +40,11 @@ def apply_fully_shard(
         offload: Keep parameters, gradients and optimizer states in host memory.
     """
     dtype = COMPUTE_DTYPES.get(precision)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype,
+        reduce_dtype=torch.float32 if dtype else None,
+        cast_forward_inputs=False,  # activations follow the parameters; weights of the loss stay fp32
+    )
     offloading = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
     for module in (*units, stage):
         fully_shard(

@@ -84,6 +84,7 @@ class Hybrid:
             microbatches,
             lambda batch: self._inputs(batch, step),
             lambda nll_B: nll_B.sum() * factor,
+            self._before_backward,
         )
         self._reduce_tied()
         if not losses:
@@ -110,6 +111,11 @@ class Hybrid:
         model: Any = self.config.model
         data: Any = self.config.data
         return (2.0 if model.lora.rank else 3.0) * forward_flops(model, data.sequence_length)
+
+    def _before_backward(self, stage: nn.Module, is_last: bool) -> None:
+        """Replicas add up their shards once a step."""
+        if self.plan.layout.dp_replicate > 1:
+            stage.set_requires_all_reduce(is_last)  # type: ignore[operator]
 
     def _inputs(self, batch: Any, step: int) -> dict[str, Tensor | None]:
         keys = dropout_keys(self.config.seed, step, batch.sample_id_B)

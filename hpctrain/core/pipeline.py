@@ -119,6 +119,7 @@ class Pipeline:
         microbatches: Sequence[Any],
         inputs: Callable[[Any], dict[str, Tensor | None]],
         loss: Callable[[Tensor], Tensor],
+        before_backward: Callable[[nn.Module, bool], None] = lambda stage, is_last: None,
     ) -> list[Tensor]:
         """Carry out this rank's part. Collective over the pipeline: all ranks with the same schedule.
 
@@ -126,6 +127,7 @@ class Pipeline:
             schedule: The actions of every pipeline rank.
             inputs: The keyword arguments of a stage for a microbatch, beside its `token_BL`.
             loss: From the last stage's output to the scalar whose gradient is taken.
+            before_backward: Told of each backward: its stage, and whether it is that stage's last.
 
         Returns:
             The last stage's outputs, detached, by microbatch; on other ranks nothing.
@@ -135,6 +137,7 @@ class Pipeline:
         flying: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         outputs: dict[int, Tensor] = {}
         trains = any(action.kind is Pass.backward for action in schedule[self.position])
+        left = dict.fromkeys(self.stages, len(microbatches))
         for action in schedule[self.position]:
             _, stage, number = action
             if action.kind is Pass.forward:
@@ -148,6 +151,8 @@ class Pipeline:
                 if trains:
                     flying[stage, number] = x, y
             else:
+                left[stage] -= 1
+                before_backward(self.stages[stage], left[stage] == 0)
                 self._backward(action, *flying.pop((stage, number)))
         for channel in (self._from_before, self._from_after, self._to_before, self._to_after):
             channel.finish()

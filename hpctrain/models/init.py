@@ -39,7 +39,7 @@ def make_initial(
         return torch.zeros(shape, dtype=dtype)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-    value = torch.empty(shape)
+    value = torch.empty(shape, dtype=torch.float32)
     if name.endswith(".lora_A.weight"):
         bound = 1 / math.sqrt(shape[1])
         return value.uniform_(-bound, bound, generator=generator).to(dtype)

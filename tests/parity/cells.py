@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -180,9 +181,9 @@ def make_batch(step: int, packed: bool) -> Tokens:
     """A global batch: documents of several lengths, weights of 0 and 1, two sequences of padding."""
     random = torch.Generator().manual_seed(100 + step)
     shape = (SEQUENCES, LENGTH)
-    weight_BL = (torch.rand(shape, generator=random) < 0.7).double()
+    weight_BL = (torch.rand(shape, generator=random, dtype=torch.float32) < 0.7).double()
     weight_BL[-2:] = 0
-    starts_BL = torch.rand(shape, generator=random) < 0.2
+    starts_BL = torch.rand(shape, generator=random, dtype=torch.float32) < 0.2
     starts_BL[:, 0] = True
     index_L = torch.arange(LENGTH)
     first_BL = torch.where(starts_BL, index_L, 0).cummax(1).values
@@ -254,34 +255,49 @@ def microbatches_of(cell: Cell, step: int, dp_rank: int) -> list[Tokens]:
     return [batch.cut(slice(start, start + size)) for start in starts]
 
 
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Everything built inside is in float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def train_and_compare(
     rank: int, world: int, cell: Cell, wanted: Told, break_it: Callable[[], None] | None = None
 ) -> list[str]:
     """Train on this rank and say where its pieces differ from the reference, by how much."""
-    torch.set_default_dtype(torch.float64)
     if break_it is not None:
         break_it()
-    train = build(cell)
-    wrong: dict[str, float] = {}
+    with in_float64():
+        train = build(cell)
+        told = [compare_step(train, cell, step, expected) for step, expected in enumerate(wanted)]
+    return [line for lines in told for line in lines]
 
-    def compare(what: str, found: Tensor, expected: Tensor) -> None:
-        error = float((found.detach() - expected).abs().max()) if expected.numel() else 0.0
+
+def compare_step(train: TrainStep, cell: Cell, step: int, expected: dict[str, Any]) -> list[str]:
+    """Do a step, and say where this rank's pieces differ from the reference afterwards."""
+    wrong: list[str] = []
+
+    def compare(what: str, found: Tensor, reference: Tensor) -> None:
+        error = float((found.detach() - reference).abs().max()) if reference.numel() else 0.0
         if not error <= TOLERANCE:
-            wrong[what] = error
+            wrong.append(f"step {step} rank {dist.get_rank()}: {what} differs by {error:.2e}")
 
-    for step, expected in enumerate(wanted):
-        microbatches = microbatches_of(cell, step, train.parallel.dp_rank)
-        scalars = train(microbatches, step)
-        dist.all_reduce(scalars["loss"])
-        compare(f"step {step} loss", scalars["loss"], torch.tensor(expected["loss"]))
-        compare(f"step {step} norm", scalars["grad_norm"], torch.tensor(expected["norm"]))
-        for name, parameter in train.parallel.model.named_parameters():
-            piece = own_piece(parameter)
-            compare(f"step {step} value {name}", parameter.to_local(), expected["values"][name][piece])
-            if name in expected["grads"]:
-                assert parameter.grad is not None, f"{name} has no gradient"
-                compare(f"step {step} grad {name}", parameter.grad.to_local(), expected["grads"][name][piece])
-    return [f"rank {rank}: {what} differs by {error:.2e}" for what, error in wrong.items()]
+    scalars = train(microbatches_of(cell, step, train.parallel.dp_rank), step)
+    dist.all_reduce(scalars["loss"])
+    compare("loss", scalars["loss"], torch.tensor(expected["loss"]))
+    compare("norm", scalars["grad_norm"], torch.tensor(expected["norm"]))
+    for name, parameter in train.parallel.model.named_parameters():
+        piece = own_piece(parameter)
+        compare(f"value {name}", parameter.to_local(), expected["values"][name][piece])
+        if name in expected["grads"]:
+            assert parameter.grad is not None, f"{name} has no gradient"
+            compare(f"grad {name}", parameter.grad.to_local(), expected["grads"][name][piece])
+    return wrong
 
 
 # Sums in another order differ by 1e-12 at most after three AdamW steps (measured); a lost term by 1e-7.

@@ -18,7 +18,7 @@ from hpctrain.core import clip, tensor
 from hpctrain.core.hybrid import Hybrid
 from hpctrain.models import dropout
 from tests.helpers.ranks import run_ranks
-from tests.parity.cells import Cell, Told, train_and_compare, train_plainly
+from tests.parity.cells import Cell, Told, in_float64, train_and_compare, train_plainly
 
 INTERLEAVED = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
 FOUR = {"num_microbatches": 4}
@@ -115,12 +115,8 @@ def expected(cell: Cell) -> Told:
 
 
 def compare(cell: Cell, break_it: Callable[[], None] | None = None) -> list[str]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
+    with in_float64():
         wanted = expected(cell)
-    finally:
-        torch.set_default_dtype(before)
     found = run_ranks(cell.world, train_and_compare, cell, wanted, break_it, timeout_s=120)
     return [line for lines in found for line in lines]
 
