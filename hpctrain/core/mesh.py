@@ -20,7 +20,7 @@ class Mesh:
     """This rank's place. `control` is a Gloo group of all ranks for agreements and checkpoints."""
 
     rank: int
-    local_rank: int
+    gpu: int  #: number of its GPU on the node
     world_size: int
     device: torch.device
     control: dist.ProcessGroup
@@ -32,22 +32,22 @@ class Mesh:
         return gathered
 
 
-def device_index(local_rank: int, num_visible: int) -> int:
-    """Which of the visible GPUs is this rank's: the only one, or the one with its number."""
+def device_index(gpu: int, num_visible: int) -> int:
+    """Index among the visible GPUs of the one with this number on the node: the only one, or its own."""
     if num_visible == 1:
         return 0  # each task was given a GPU of its own
-    if local_rank >= num_visible:
+    if gpu >= num_visible:
         raise RunError(
-            f"local rank {local_rank} has no GPU",
+            f"no GPU {gpu} for this rank",
             f"{num_visible} GPUs are visible"
             + ("" if num_visible else ": is there a driver that torch can use?"),
             "ask for as many GPUs as there are ranks on a node (cluster.ranks_per_node, cluster.gpu_request)",
         )
-    return local_rank
+    return gpu
 
 
 def build_mesh(
-    rank: int, local_rank: int, world_size: int, device: Device, address: str, port: int, timeout_s: float
+    rank: int, gpu: int, world_size: int, device: Device, address: str, port: int, timeout_s: float
 ) -> Mesh:
     """Join the other ranks. Raises RuntimeError when they do not come within JOIN_TIMEOUT_S.
 
@@ -58,7 +58,7 @@ def build_mesh(
     where = torch.device("cpu")
     backend = "gloo"
     if device is Device.cuda:
-        where = torch.device("cuda", device_index(local_rank, torch.cuda.device_count()))
+        where = torch.device("cuda", device_index(gpu, torch.cuda.device_count()))
         torch.cuda.set_device(where)
         backend = "cpu:gloo,cuda:nccl"
     store = TCPStore(
@@ -67,4 +67,4 @@ def build_mesh(
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
-    return Mesh(rank, local_rank, world_size, where, control)
+    return Mesh(rank, gpu, world_size, where, control)

@@ -87,10 +87,13 @@ class Rank:
         import torch
 
         from hpctrain.config.load import load_config
-        from hpctrain.core.mesh import build_mesh
+        from hpctrain.config.schema import Device
+        from hpctrain.core.mesh import build_mesh, device_index
         from hpctrain.core.train import train
         from hpctrain.core.training import Training
+        from hpctrain.launch.binding import bind_to_gpu
         from hpctrain.launch.environment import rank_facts
+        from hpctrain.plan.placement import gpu_number
         from hpctrain.plan.plan import RunPlan
 
         facts = rank_facts()
@@ -101,9 +104,12 @@ class Rank:
         torch.set_num_threads(config.cluster.cpus_per_rank)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
+        gpu = gpu_number(config.cluster, facts.local_rank)
+        if config.cluster.device is Device.cuda:
+            bind_to_gpu(device_index(gpu, torch.cuda.device_count()))
         mesh = build_mesh(
             facts.rank,
-            facts.local_rank,
+            gpu,
             facts.world_size,
             config.cluster.device,
             facts.master_addr,

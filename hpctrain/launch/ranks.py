@@ -58,6 +58,8 @@ class _Ranks:
             "PYTHONSAFEPATH": "1",  # the folder we stand in must not shadow the frozen code
             "OMP_NUM_THREADS": str(cluster.cpus_per_rank),
         }
+        if cluster.device is Device.cuda:
+            chosen["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # numbers as in nvidia-smi and cluster.pcie_roots
         if self.config.deterministic:
             chosen["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with it
         if cluster.network_interface:
@@ -85,6 +87,7 @@ class SlurmRanks(_Ranks):
             f"--ntasks-per-node={self.plan.ranks_per_node}",
             f"--cpus-per-task={cluster.cpus_per_rank}",  # 22.05 does not inherit it
             *gpu_option(cluster),
+            "--cpu-bind=none",  # ranks bind themselves; SLURM_CPU_BIND of an outer step would bind them all
             "--distribution=block",
             "--kill-on-bad-exit=1",
             f"--wait={PEERS_LEAVE_S}",
