@@ -63,7 +63,9 @@ class Cluster:
         return done
 
     def submit(self, name: str, *overrides: str) -> Run:
-        arguments = [*SMALL, f"data.root={self.data}", f"name={name}", *overrides]
+        return self.submit_exactly(*SMALL, f"data.root={self.data}", f"name={name}", *overrides)
+
+    def submit_exactly(self, *arguments: str) -> Run:
         facts = json.loads(self.cli(*arguments, "--json").stdout.splitlines()[-1])
         return Run(self, RunDirectory(Path(facts["run"])), facts["job"])
 

@@ -13,7 +13,7 @@ def test_vision_is_a_kind_of_model() -> None:
 
 
 def test_unknown_kind_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"model.kind=visoin(.|\n)*known kinds: vision"):
+    with pytest.raises(ConfigError, match=r"model.kind=visoin(.|\n)*known kinds: decoder, vision"):
         resolve_spec("visoin")
 
 
