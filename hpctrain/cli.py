@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from hpctrain.config.schema import Config
     from hpctrain.launch.submit import Submitted
+    from hpctrain.run.directory import RunDirectory
 
 HELP = """\
 hpctrain: Slurm-native training on clusters of consumer GPUs
@@ -41,6 +42,7 @@ verbs with their own --help:
   export model RUN OUT           weights for plain timm
   export embeddings RUN IMAGES OUT
   export hf RUN OUT              a decoder as a Hugging Face folder   --adapter for PEFT
+  export sample RUN              what a small decoder answers         --prompt TEXT
 
   -m                sweep: every combination of a=1,2 b=3,4 becomes an element of one job array
   --json            facts as JSON (plan status logs cancel resume)
@@ -139,7 +141,23 @@ def resume(arguments: argparse.Namespace) -> int:
 def tell(done: Submitted, as_json: bool) -> int:
     """Say what became of a submission; 1 for a run that was started here and is not done."""
     print(done.to_json() if as_json else done.text())
+    if done.has_trained and not as_json:
+        show_sample(done.run)
     return 0 if done.job is not None or done.run.done.exists() else 1
+
+
+def show_sample(run: RunDirectory) -> None:
+    """Of a decoder that was trained here: what it says. Large ones are left alone."""
+    from hpctrain.config.load import load_config
+
+    if load_config(run.config).model.kind != "decoder":
+        return
+    from hpctrain.export.sample import make_sample
+
+    try:
+        print(make_sample(run.path).text())
+    except HpctrainError as error:
+        print(f"hpctrain: no sample: {error}", file=sys.stderr)
 
 
 def data(rest: list[str]) -> int:

@@ -108,9 +108,23 @@ class DocumentTokenizer:
         syllables = sum(len(turn.text.split()) for turn in document)
         return Encoded(np.array(encoding.ids, dtype=np.int64), learnt, syllables)
 
-    def decode(self, ids: npt.ArrayLike) -> str:
-        """Returns the text of tokens, special ones included."""
-        return str(self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False))
+    def encode_prompt(self, turns: list[Turn]) -> tuple[npt.NDArray[np.int64], int]:
+        """Returns the tokens after which the agent answers, as it has learnt to, and the one that ends it.
+
+        Raises:
+            LeftOutError: see `encode`.
+        """
+        text, spans = self.render([*turns, Turn(AGENT, "…")], "agent")
+        start, stop = spans[-1]
+        before, answer = (
+            self._tokenizer.encode(part, add_special_tokens=False).ids
+            for part in (text[:start], text[start:stop])
+        )
+        return np.array(before, dtype=np.int64), answer[-1]
+
+    def decode(self, ids: npt.ArrayLike, keep_special: bool = True) -> str:
+        """Returns the text of tokens, with or without special ones."""
+        return str(self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=not keep_special))
 
     def render(self, turns: list[Turn], learn: str) -> tuple[str, list[tuple[int, int]]]:
         """Returns what the chat template makes of a call, and the stretches (characters) to be learnt.

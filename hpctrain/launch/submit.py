@@ -34,6 +34,7 @@ class Submitted:
     run: RunDirectory
     job: str | None  #: None when the run was already done, or ran here
     message: str
+    has_trained: bool = False  #: it ran here, to its end
 
     def to_json(self) -> str:
         return json.dumps({"run": str(self.run.path), "job": self.job, "message": self.message})
@@ -151,8 +152,9 @@ def run_here(config: Config, plan: RunPlan, *, new_code: bool = True) -> Submitt
     run = freeze(config, plan, new_code=new_code)
     write_json(run.job, {"job": None})
     supervise(str(run.path))
-    hint = "is done" if run.done.exists() else f"is not done; hpctrain resume {run.name} goes on"
-    return Submitted(run, None, hint)
+    is_done = run.done.exists()
+    hint = "is done" if is_done else f"is not done; hpctrain resume {run.name} goes on"
+    return Submitted(run, None, hint, has_trained=is_done)
 
 
 def run_foreground(config: Config) -> Submitted:
