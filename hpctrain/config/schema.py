@@ -288,6 +288,15 @@ class BudgetConfig:
 
 
 @dataclass(kw_only=True)
+class ProfileConfig:
+    """Looking inside a run."""
+
+    #: record from when the first many steps are done until the second many are, [10, 13]; empty for off
+    steps: list[int] = field(default_factory=list)
+    memory: bool = True  #: on CUDA: keep the last allocations, to write them down when memory runs out
+
+
+@dataclass(kw_only=True)
 class Config:
     """A whole run."""
 
@@ -301,6 +310,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     log_every_steps: int = 10
     eval_every_epochs: int = 1  #: 0 evaluates only at the end
     deterministic: bool = False  #: on CUDA: deterministic kernels, so that resume is bit-exact

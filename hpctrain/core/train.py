@@ -21,6 +21,7 @@ def train(run: Training) -> CauseKind:
         if run.finished and evaluated:
             run.save()
             return CauseKind.done
+        run.trace.at(run.progress.step)
         batches = next(run.feed, None)  # while the answer to `post` travels; none at the end
         reason = run.stop.agreed()
         if reason is not None:

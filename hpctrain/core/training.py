@@ -19,6 +19,7 @@ from hpctrain.core.loss_scale import LossScale
 from hpctrain.core.mesh import Mesh
 from hpctrain.core.metrics import Deferred, Meter, Reporter
 from hpctrain.core.optim import Ema, build_optimizer, learning_rate
+from hpctrain.core.profile import StepTrace
 from hpctrain.core.state import Kept
 from hpctrain.core.step import TrainStep
 from hpctrain.core.stop import AgreedStop, SignalFlag
@@ -125,6 +126,8 @@ class Training:
             flops_per_sample=flops, peak_flops=peak * 1e12 if peak else None, world_size=mesh.world_size
         )
         self.meter.restart(self.feed.waited_s)
+        trace = self.run.profile / f"{self.attempt}_{mesh.rank}.json.gz"
+        self.trace = StepTrace(config.profile.steps, trace, mesh.device)
         if mesh.rank == 0:
             self.reporter = Reporter(
                 self.run.metrics, self.run.tensorboard, self.attempt, self.num_steps, self.progress.step
@@ -231,4 +234,5 @@ class Training:
         if self.reporter is not None:
             self.reporter.close()
         self.watchdog.close()  # everything is saved: workers may take their time to end
+        self.trace.close()
         self.feed.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 SYSFS = Path("/sys")
 
@@ -41,6 +42,6 @@ def bind_to_gpu(index: int) -> None:
     """Keep this process, and the loader workers it will start, on the CPUs near a GPU."""
     import torch
 
-    facts = torch.cuda.get_device_properties(index)
+    facts: Any = torch.cuda.get_device_properties(index)
     address = pci_address(facts.pci_domain_id, facts.pci_bus_id, facts.pci_device_id)
     os.sched_setaffinity(0, bound_cpus(os.sched_getaffinity(0), address))

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, TextIO
@@ -68,6 +69,7 @@ class Rank:
     def __init__(self, run: RunDirectory, attempt: str, rank: int) -> None:
         self.run, self.attempt, self.rank = run, attempt, rank
         self.training: object | None = None
+        self.hint: Callable[[BaseException], str] = lambda error: ""  #: what an error's message should add
 
     def leave(self, kind: CauseKind, message: str, error: BaseException | None = None) -> None:
         progress = getattr(self.training, "progress", None)
@@ -82,6 +84,10 @@ class Rank:
             error=error,
         )
 
+    def leave_error(self, error: BaseException) -> None:
+        message = f"{type(error).__name__}: {str(error).strip() or 'no message'}"[:2000]
+        self.leave(classify_error(error), message + self.hint(error), error)
+
     def work(self, flag: SignalFlag) -> None:
         """Build the training and run it."""
         import torch
@@ -89,6 +95,7 @@ class Rank:
         from hpctrain.config.load import load_config
         from hpctrain.config.schema import Device
         from hpctrain.core.mesh import build_mesh, device_index
+        from hpctrain.core.profile import MemoryHistory
         from hpctrain.core.train import train
         from hpctrain.core.training import Training
         from hpctrain.launch.binding import bind_to_gpu
@@ -116,6 +123,8 @@ class Rank:
             facts.master_port,
             config.hang_timeout_s + 60,
         )
+        snapshot = self.run.profile / f"{self.attempt}_{facts.rank}.pickle"
+        self.hint = MemoryHistory(snapshot, mesh.device, is_wanted=config.profile.memory).write_if_full
         training = Training(config, plan, self.run, self.attempt, mesh, flag, self.leave)
         self.training = training
         kind = train(training)
@@ -150,10 +159,9 @@ def main() -> NoReturn:
         code = 0
     except BaseException as error:
         traceback.print_exc()
-        kind = classify_error(error)
         code = 1
         with suppress(OSError):  # a full disk must not keep this rank alive
-            rank.leave(kind, f"{type(error).__name__}: {str(error).strip() or 'no message'}"[:2000], error)
+            rank.leave_error(error)
     with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -152,6 +152,11 @@ def range_findings(config: Config) -> list[str]:
     positive |= {key: value for key, value in optional.items() if value is not None}
     found = [f"{key}={value}: must be positive" for key, value in positive.items() if value <= 0]
     found += [f"{key}={value}: must not be negative" for key, value in not_negative.items() if value < 0]
+    steps = config.profile.steps
+    if steps and not (len(steps) == 2 and 0 <= steps[0] < steps[1]):
+        found.append(
+            f"profile.steps={steps}: how many steps are done when recording begins and ends, such as [10,13]"
+        )
     decay = config.optim.ema_decay
     if decay is not None and not 0 < decay < 1:
         found.append(f"optim.ema_decay={decay}: between 0 and 1")

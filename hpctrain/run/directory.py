@@ -79,6 +79,11 @@ class RunDirectory:
         return self.path / "tensorboard"
 
     @property
+    def profile(self) -> Path:
+        """Traces of steps, and snapshots of GPU memory that ran out."""
+        return self.path / "profile"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -44,6 +44,7 @@ BASE = make_base()
         ("parallelism.compile", True),
         ("checkpoint.every_steps", 7),
         ("budget.crash", 9),
+        ("profile.steps", [10, 13]),
         ("log_every_steps", 1),
         ("eval_every_epochs", 3),
         ("hang_timeout_s", 1.0),
