@@ -21,6 +21,7 @@ from hpctrain.plan.plan import RunPlan
 def build_parallel(config: Config, plan: RunPlan, spec: ModelSpec, source: Source, mesh: Mesh) -> Parallel:
     """Build this rank's part of the model with its initial weights. Collective over the world."""
     if spec.staged is not None:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = config.optim.fp16_accumulation
         return Hybrid(config, plan, spec.staged, mesh.device)
     assert spec.build is not None
     rng.seed_weights(config.seed)

@@ -13,7 +13,7 @@ from hpctrain.config.schema import OptimConfig, OptimizerKind
 
 
 def build_optimizer(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
-    """Fused AdamW or SGD over parameter groups."""
+    """AdamW or SGD over parameter groups; fused, but for SGD over pieces: torch has no such kernel."""
     # A fused kernel takes whole tensors or pieces, not both.
     groups = [
         {**group, "params": parameters}
@@ -24,8 +24,14 @@ def build_optimizer(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.o
     if optim.kind is OptimizerKind.adamw:
         beta1, beta2 = optim.betas
         return torch.optim.AdamW(groups, lr=optim.lr, betas=(beta1, beta2), fused=True)
+    in_pieces = any(isinstance(p, DTensor) for group in groups for p in group["params"])
     return torch.optim.SGD(
-        groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.momentum > 0, fused=True
+        groups,
+        lr=optim.lr,
+        momentum=optim.momentum,
+        nesterov=optim.momentum > 0,
+        fused=not in_pieces,
+        foreach=in_pieces,
     )
 
 

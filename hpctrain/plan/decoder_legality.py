@@ -15,6 +15,7 @@ from hpctrain.config.schema import (
     DecoderFamily,
     Device,
     GradientCompression,
+    OptimizerKind,
     Precision,
     Schedule,
     TokenDataConfig,
@@ -104,6 +105,14 @@ def choice_findings(config: Config, model: DecoderConfig) -> list[str]:
         )
     if optim.precision is Precision.fp16 and config.cluster.device is Device.cpu:
         found.append("optim.precision=fp16 on the CPU would be slower than fp32 and prove nothing; use fp32")
+    if optim.precision is Precision.fp16:
+        # A step that overflowed is skipped inside the fused kernel, which has to be there, beside the scale.
+        if optim.kind is not OptimizerKind.adamw:
+            found.append(
+                f"optim.kind={optim.kind.name} with optim.precision=fp16: only adamw skips overflows"
+            )
+        if parallelism.offload_optimizer:
+            found.append("parallelism.offload_optimizer=true with optim.precision=fp16: use bf16")
     if parallelism.stages_per_rank < 1:
         found.append(f"parallelism.stages_per_rank={parallelism.stages_per_rank}: at least 1")
     interleaved = parallelism.schedule is INTERLEAVED

@@ -13,6 +13,7 @@ from hpctrain.core.optim import build_optimizer
 from hpctrain.core.step import TrainStep
 from hpctrain.models.decoder_spec import SPEC
 from hpctrain.models.spec import make_parameter_groups
+from hpctrain.plan.plan import make_plan
 from tests.helpers.ranks import run_ranks
 from tests.parity.cells import Cell, in_float64, microbatches_of, train_plainly
 
@@ -32,7 +33,7 @@ def build_in(cell: Cell, precision: str) -> TrainStep:
     config = cell.config()
     config.optim.precision = Precision[precision]
     assert SPEC.staged is not None
-    hybrid = Hybrid(config, cell.plan(), SPEC.staged, CPU)
+    hybrid = Hybrid(config, make_plan(cell.config()), SPEC.staged, CPU)
     optimizer = build_optimizer(make_parameter_groups(hybrid.model, 0.1), config.optim)
     scale = LossScale(CPU) if precision == "fp16" else None
     return TrainStep(hybrid, optimizer, ema=None, optim=config.optim, steps_per_epoch=4, loss_scale=scale)

@@ -230,6 +230,19 @@ def test_fp16_is_legal_on_gpus(accumulation: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    "values", [{"optim__kind": OptimizerKind.sgd}, {"parallelism__offload_optimizer": True}], ids=str
+)
+def test_fp16_needs_a_kernel_that_skips_overflows(values: dict[str, Any]) -> None:
+    model = tiny()
+    model.max_position_embeddings = 4096
+    config = on_gpus(model, optim__precision=Precision.fp16)
+    for key, value in values.items():
+        setattr(getattr(config, key.split("__")[0]), key.split("__")[1], value)
+    with pytest.raises(PlanError, match="optim.precision=fp16"):
+        make_plan(config)
+
+
+@pytest.mark.parametrize(
     "values",
     [
         {"optim__precision": Precision.fp16},

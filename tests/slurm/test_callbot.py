@@ -32,7 +32,7 @@ CALLBOT = [
     "parallelism.checkpointing=full",
     "parallelism.microbatch_size=4",
     "optim.global_batch_size=32",
-    "optim.num_epochs=2",
+    "optim.num_epochs=1",
     "log_every_steps=1",
     "eval_every_epochs=0",
 ]
