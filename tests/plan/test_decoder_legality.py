@@ -238,7 +238,7 @@ def test_fp16_needs_a_kernel_that_skips_overflows(values: dict[str, Any]) -> Non
     config = on_gpus(model, optim__precision=Precision.fp16)
     for key, value in values.items():
         setattr(getattr(config, key.split("__")[0]), key.split("__")[1], value)
-    with pytest.raises(PlanError, match="optim.precision=fp16"):
+    with pytest.raises(PlanError, match=r"optim\.precision=fp16"):
         make_plan(config)
 
 
