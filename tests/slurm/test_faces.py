@@ -72,39 +72,46 @@ def score_of(cluster: Cluster, run: Run) -> tuple[float, float]:
     return verify(np.array(table["embedding"])[wanted], names[wanted])
 
 
-def test_a_network_trained_on_two_nodes_verifies_people_it_never_saw(cluster: Cluster) -> None:
+def baselines() -> dict[str, tuple[float, float]]:
+    """What needs no network: TAR at FAR 1e-2 and AUC on the people to verify."""
     known, known_names = pixels(TRAIN)
     unseen, unseen_names = pixels(VERIFY)
-    mean = known.mean(axis=0)
-    baselines = {
-        "raw pixels": verify(unseen - mean, unseen_names),
-        "PCA-80": verify(PCA(80, random_state=0).fit(known).transform(unseen), unseen_names),
-        "LDA": verify(
-            LinearDiscriminantAnalysis()
-            .fit(PCA(80, random_state=0).fit_transform(known), known_names)
-            .transform(PCA(80, random_state=0).fit(known).transform(unseen)),
-            unseen_names,
-        ),
+    pca = PCA(80, random_state=0).fit(known)
+    lda = LinearDiscriminantAnalysis().fit(pca.transform(known), known_names)
+    return {
+        "raw pixels": verify(unseen - known.mean(axis=0), unseen_names),
+        "PCA-80": verify(pca.transform(unseen), unseen_names),
+        "LDA": verify(lda.transform(pca.transform(unseen)), unseen_names),
     }
+
+
+def test_a_network_trained_on_two_nodes_verifies_people_it_never_saw(cluster: Cluster) -> None:
+    run = cluster.submit("faces", "seed=0", *RECIPE)
+    assert run.wait_until_over(600) == "COMPLETED", run.story()
+    tar, auc = score_of(cluster, run)
+    plain = baselines()
+    print("TAR@FAR=1e-2, AUC:", {**plain, "network": (tar, auc)})
+    assert all(tar > other_tar + 0.1 and auc > other_auc for other_tar, other_auc in plain.values())
+    status = run.status()
+    assert status["state"] == "COMPLETED" and status["step"] == status["num_steps"] > 0
+    assert status["samples_per_s"] > 0
+    own = run.metrics("eval")[-1]
+    assert abs(own["tar_at_far_1e-02"] - tar) < 0.03, "exported embeddings score otherwise than the run"
+
+
+@pytest.mark.long
+def test_three_seeds_beat_the_baselines_and_shuffled_labels_do_not(cluster: Cluster) -> None:
     runs = [cluster.submit(f"faces-{seed}", f"seed={seed}", *RECIPE) for seed in range(3)]
     shuffled = cluster.submit("faces-shuffled", f"data.root={shuffled_faces(cluster.folder)}", *RECIPE)
     assert {run.wait_until_over(600) for run in (*runs, shuffled)} == {"COMPLETED"}
-
-    scores = [score_of(cluster, run) for run in runs]
-    control = score_of(cluster, shuffled)
-    print("TAR@FAR=1e-2, AUC:", {**baselines, "network": scores, "shuffled labels": control})
-    for tar, auc in baselines.values():
+    scores, control = [score_of(cluster, run) for run in runs], score_of(cluster, shuffled)
+    plain = baselines()
+    print("TAR@FAR=1e-2, AUC:", {**plain, "network": scores, "shuffled labels": control})
+    for tar, auc in plain.values():
         assert tar < 0.60 and auc < 0.96
     assert statistics.median(tar for tar, _ in scores) >= 0.70
     assert statistics.median(auc for _, auc in scores) >= 0.96
     assert control[0] < 0.60
-    status = runs[0].status()
-    assert status["state"] == "COMPLETED" and status["step"] == status["num_steps"] > 0
-    assert status["samples_per_s"] > 0
-    own = runs[0].metrics("eval")[-1]
-    assert abs(own["tar_at_far_1e-02"] - scores[0][0]) < 0.03, (
-        "exported embeddings score otherwise than the run"
-    )
 
 
 def shuffled_faces(folder: Path) -> Path:

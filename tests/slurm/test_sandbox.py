@@ -34,6 +34,7 @@ def test_more_gpus_than_a_node_has_are_refused(sandbox: Sandbox) -> None:
         sandbox.sbatch("-N1", "--gres=gpu:rtx4090:9", "--wrap", "true")
 
 
+@pytest.mark.long  # how the sandbox behaves; the stop contract's own tests would notice a change
 def test_an_urgent_job_preempts_with_sigterm_to_the_steps_and_the_job_comes_back(
     sandbox: Sandbox, tmp_path: Path
 ) -> None:

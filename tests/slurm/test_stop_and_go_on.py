@@ -263,7 +263,9 @@ if "hpctrain.launch.rank" in " ".join(sys.orig_argv):
 }
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize(
+    "mutation", [pytest.param("restarts from step 0", marks=pytest.mark.long), "repeats a batch"]
+)
 def test_the_comparison_notices_a_run_that(cluster: Cluster, undisturbed: Run, mutation: str) -> None:
     (cluster.folder / "sitecustomize.py").write_text(MUTATIONS[mutation])
     run = cluster.submit("mutant", FORTY_STEPS, f'cluster.setup=["export PYTHONPATH={cluster.folder}"]')
