@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -69,12 +70,32 @@ def _split_rows(module: nn.Module, mesh: DeviceMesh, tokens: Placement) -> None:
         _localize(module.dropout, mesh, Shard(FEATURES_DIM))
 
 
-def _split_vocabulary(module: nn.Module, mesh: DeviceMesh, tokens: Placement) -> None:
+def _split_vocabulary(module: nn.Embedding, mesh: DeviceMesh, tokens: Placement) -> None:
+    """Each rank looks up its own rows, and the sum over ranks has one row a token. On local tensors, because
+    DTensor's backward makes the gradient of the whole matrix on every rank."""
     _distribute(module, mesh, {"weight": Shard(0)})
-    _convert_input(module, mesh, Replicate(), Replicate())
-    _convert_output(module, tokens)
+    start = _first_row(mesh, module.num_embeddings)
+
+    def look_up(token_BL: Tensor) -> Tensor:
+        weight: Any = module.weight
+        weight_VD: Tensor = weight.to_local()
+        row_BL = token_BL - start
+        is_own_BL = (row_BL >= 0) & (row_BL < len(weight_VD))
+        if len(weight_VD) == 0:
+            own_BLD = weight_VD.sum() + weight_VD.new_zeros(*token_BL.shape, module.embedding_dim)
+        else:
+            own_BLD = F.embedding(row_BL.clamp(0, len(weight_VD) - 1), weight_VD) * is_own_BL[..., None]
+        part = DTensor.from_local(own_BLD, mesh, [Partial()], run_check=False)
+        return part.redistribute(placements=[tokens]).to_local()
+
+    module.forward = look_up  # type: ignore[method-assign,assignment]
     # FSDP2 hangs a hook on what a unit returns, and warns of views.
     module.register_forward_hook(lambda module, args, y: y.clone())
+
+
+def _first_row(mesh: DeviceMesh, num_rows: int) -> int:
+    """Where this rank's rows begin, as torch.chunk cuts: the last shares may be smaller, or empty."""
+    return min(mesh.get_local_rank() * -(-num_rows // mesh.size()), num_rows)
 
 
 def _share_norm(module: nn.Module, mesh: DeviceMesh, tokens: Placement) -> None:
@@ -97,10 +118,8 @@ def _split_head(module: nn.Module, mesh: DeviceMesh, tokens: Placement) -> None:
         return (args[0].to_local(grad_placements=[Partial()]), *args[1:])
 
     module.register_forward_pre_hook(to_parts)
-    num_rows = module.parameter.shape[0]
-    share = -(-num_rows // mesh.size())  # as torch.chunk cuts: the last shares may be smaller, or empty
     module.shard = VocabShard(
-        start=min(mesh.get_local_rank() * share, num_rows),
+        start=_first_row(mesh, module.parameter.shape[0]),
         max=_reducer(mesh, dist.ReduceOp.MAX),
         sum=_reducer(mesh, dist.ReduceOp.SUM),
     )
@@ -146,7 +165,10 @@ def _convert_input(module: nn.Module, mesh: DeviceMesh, given: Placement, wanted
         x = args[0]
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, mesh, [given], run_check=False)
-        return (x.redistribute(placements=[wanted]), *args[1:])
+        # Not where it lies so already: backward would reduce each user's part of a gradient by itself.
+        if x.placements != (wanted,):
+            x = x.redistribute(placements=[wanted])
+        return (x, *args[1:])
 
     module.register_forward_pre_hook(convert)
 
