@@ -31,6 +31,7 @@ verbs that take a config:
   plan     show ranks, layout and batch, or all findings together
   render   print the batch script that submit would send
   run      carry the run out here, in the foreground (inside an allocation: over its nodes)
+  selftest check your cluster and its GPUs in a few minutes: layouts, changes of layout, a preemption
 verbs that take a run, by folder or by name:
   status [RUN]  what it is doing, what it did, why it ended; without RUN a line per run
   logs RUN      what its ranks printed           -f follows, --rank N chooses
@@ -45,7 +46,7 @@ verbs with their own --help:
   export sample RUN              what a small decoder answers         --prompt TEXT
 
   -m                sweep: every combination of a=1,2 b=3,4 becomes an element of one job array
-  --json            facts as JSON (plan status logs cancel resume)
+  --json            facts as JSON (plan selftest status logs cancel resume)
   --config-dir DIR  configs of your own; ~/.config/hpctrain is found without it
   --cfg job, --info, --hydra-help: Hydra's own
 
@@ -53,11 +54,12 @@ examples:
   python -m hpctrain +exp=vision_city_laptop
   python -m hpctrain +exp=vision_city data.root=/data/city cluster.account=vision
   python -m hpctrain -m +exp=vision_city optim.lr=1e-3,3e-4 seed=0,1
+  python -m hpctrain selftest cluster=rtx4090 cluster.partition=gpu
 
 exit codes: 0 done · 1 failed · 2 wrong use or config · 3 refused by the plan · 4 refused by the cluster
 """
 
-CONFIG_VERBS = ("submit", "plan", "render", "run")
+CONFIG_VERBS = ("submit", "plan", "render", "run", "selftest")
 RUN_VERBS = ("status", "logs", "cancel", "resume")
 DEVICE_VERBS = ("data", "export")
 VERBS = CONFIG_VERBS + RUN_VERBS + DEVICE_VERBS
@@ -181,6 +183,8 @@ def with_config(verb: str, rest: list[str]) -> int:
         return 0
     as_json = "--json" in rest
     overrides = [f"+{o}" if o.startswith("exp=") else o for o in rest if o != "--json"]
+    if verb == "selftest":
+        overrides = ["+exp=selftest", *overrides]
     points = compose(overrides)
     if any(point.is_swept for point in points):
         return sweep(verb, points)
@@ -196,6 +200,8 @@ def act(verb: str, config: Config, as_json: bool) -> int:
     if verb == "render":
         print(submit.render(config), end="")
         return 0
+    if verb == "selftest":
+        return selftest(config, as_json)
     if verb == "run":
         return tell(submit.run_foreground(config), as_json)
     plan = submit.checked_plan(config)
@@ -205,6 +211,14 @@ def act(verb: str, config: Config, as_json: bool) -> int:
     if not as_json:
         print("\n".join(plan.lines() + inputs.data_lines(config)), flush=True)
     return tell(submit.submit(config, plan), as_json)
+
+
+def selftest(config: Config, as_json: bool) -> int:
+    from hpctrain.launch import selftest
+
+    if config.name == "selftest":  # as its experiment is called: no name was given
+        config.name = selftest.free_name(config.run_root)
+    return selftest.selftest(config, as_json=as_json)
 
 
 def sweep(verb: str, points: list[Composed]) -> int:

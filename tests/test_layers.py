@@ -20,6 +20,7 @@ LAYERS = (
     {"plan"},
     {"checkpoint", "models", "data"},
     {"core"},
+    {"selftest"},  # layouts against a concrete model, which core must not know
     {"launch", "report", "export"},
     {"cli"},
     {"__main__", "__init__"},
@@ -27,7 +28,10 @@ LAYERS = (
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # Modules that may load torch when they are imported: the doors, and what lies behind them.
-BEHIND_THE_DOORS = ("launch/rank.py", "core/", "checkpoint/", "models/", "data/", "export/")
+BEHIND_THE_DOORS = (
+    *("launch/rank.py", "core/", "checkpoint/", "models/", "data/", "export/"),
+    *("selftest/job.py", "selftest/compare.py"),  # behind launch/rank.py; its cells and table are light
+)
 HYDRA_USERS = ("hpctrain/cli.py", "hpctrain/config/compose.py", "hydra_plugins/")
 RANK_FACT = re.compile(r"(SLURM|MASTER|HPCTRAIN_RANK)\w*|(LOCAL_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE")
 
@@ -176,6 +180,7 @@ def without_torch(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 LIGHT = (
     "hpctrain.cli",
     "hpctrain.config.compose",
+    "hpctrain.launch.selftest",
     "hpctrain.launch.submit",
     "hpctrain.launch.supervise",
     "hpctrain.launch.sweep",
@@ -203,6 +208,7 @@ def test_the_door_loads_torch(tmp_path: Path) -> None:
         (["plan", "+exp=vision_city_laptop"], 0),
         (["plan", "+exp=vision_city_laptop", "optim.lr=fast"], 2),
         (["+exp=vision_city_laptop", "optim.global_batch_size=63"], 3),
+        (["selftest", "cluster.ranks_per_node=5"], 3),
         (["render", "+exp=vision_city", "data.root=/data"], 0),
         (["status", "no_such_run"], 2),
     ],

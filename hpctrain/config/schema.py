@@ -315,3 +315,4 @@ class Config:
     eval_every_epochs: int = 1  #: 0 evaluates only at the end
     deterministic: bool = False  #: on CUDA: deterministic kernels, so that resume is bit-exact
     hang_timeout_s: float = 900.0  #: no step for this long ends the attempt as a hang
+    selftest: bool = False  #: what `hpctrain selftest` sends: the ranks check the cluster, then themselves

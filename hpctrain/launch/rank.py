@@ -102,6 +102,7 @@ class Rank:
         from hpctrain.launch.environment import rank_facts
         from hpctrain.plan.placement import gpu_number
         from hpctrain.plan.plan import RunPlan
+        from hpctrain.selftest.job import selftest
 
         facts = rank_facts()
         config = load_config(self.run.config)
@@ -111,6 +112,8 @@ class Rank:
         torch.set_num_threads(config.cluster.cpus_per_rank)
         if config.deterministic:
             torch.use_deterministic_algorithms(True)
+        if config.selftest:
+            torch.set_default_dtype(torch.float64)  # tells a lost term from rounding
         gpu = gpu_number(config.cluster, facts.local_rank)
         if config.cluster.device is Device.cuda:
             bind_to_gpu(device_index(gpu, torch.cuda.device_count()))
@@ -127,7 +130,7 @@ class Rank:
         self.hint = MemoryHistory(snapshot, mesh.device, is_wanted=config.profile.memory).write_if_full
         training = Training(config, plan, self.run, self.attempt, mesh, flag, self.leave)
         self.training = training
-        kind = train(training)
+        kind = selftest(training) if config.selftest else train(training)
         self.leave(kind, "")
         training.close()
         torch.distributed.destroy_process_group()

@@ -1,8 +1,8 @@
 """The ledger: one JSON line per event of a run. What the run is known to have done is read from here.
 
 Events and who writes them: `frozen` (login node, before a job exists); `start`, `end` (supervisor);
-`restored`, `saved`, `damaged` (rank 0). Rank 0 and the supervisor share the head node, so appends do not
-interleave.
+`restored`, `saved`, `damaged` (rank 0), in a selftest also `selftest`, `begun`, `checked`. Rank 0 and the
+supervisor share the head node, so appends do not interleave.
 """
 
 from __future__ import annotations
