@@ -18,14 +18,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hpctrain.checkpoint.reader import Part
 from hpctrain.config.huggingface import make_config_json, read_config
 from hpctrain.config.load import load_config
 from hpctrain.config.schema import Config, DecoderConfig
 from hpctrain.data.tokenizer import TOKENIZER_FILES, DocumentTokenizer
 from hpctrain.data.tokens import TOKENIZER_NAME
 from hpctrain.errors import ConfigError
-from hpctrain.export.trained import find_sound, refuse_existing
+from hpctrain.export.trained import DecoderWeights, find_sound, refuse_existing
 from hpctrain.models.huggingface import INDEX, SINGLE, make_shapes
 from hpctrain.models.lora import merge_weight
 from hpctrain.run.directory import RunDirectory
@@ -75,7 +74,7 @@ def export_huggingface(
             "leave --adapter out, which writes the whole model",
         )
     checkpoint = find_sound(run)
-    state = Part(checkpoint.path, "model")
+    state = DecoderWeights(checkpoint.path, model, config.seed)
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     partial.mkdir(parents=True)
     write = write_adapter if adapter else write_model

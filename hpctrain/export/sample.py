@@ -13,14 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hpctrain.checkpoint.reader import Part
 from hpctrain.config.load import load_config
 from hpctrain.config.schema import Config, DecoderConfig
 from hpctrain.data.documents import LeftOutError, Turn
 from hpctrain.data.tokenizer import DocumentTokenizer
 from hpctrain.data.tokens import TOKENIZER_NAME, TokenSet
 from hpctrain.errors import ConfigError
-from hpctrain.export.trained import find_sound
+from hpctrain.export.trained import DecoderWeights, find_sound
 from hpctrain.models.decoder import Decoder
 from hpctrain.models.lora import apply_lora
 from hpctrain.plan.costs import parameters
@@ -81,7 +80,7 @@ def make_sample(
     tokenizer = DocumentTokenizer(_find_tokenizer(config, model))
     asked = _from_val(config, seed) if prompt is None else _from_text(tokenizer, prompt)
     checkpoint = find_sound(run)
-    decoder = _load(model, Part(checkpoint.path, "model"))
+    decoder = _load(model, DecoderWeights(checkpoint.path, model, config.seed))
     ids = generate(decoder, asked.ids, asked.end_id, num_tokens, temperature, seed)
     shown = [tokenizer.decode(each, keep_special=False).strip() for each in (asked.ids, ids)]
     recorded = None
@@ -173,7 +172,7 @@ def _from_text(tokenizer: DocumentTokenizer, prompt: str) -> _Prompt:
         ) from None
 
 
-def _load(config: DecoderConfig, state: Part) -> Decoder:
+def _load(config: DecoderConfig, state: DecoderWeights) -> Decoder:
     with torch.device("meta"):
         decoder = Decoder(config)
         apply_lora(decoder, config.lora)

@@ -2,19 +2,56 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from hpctrain.checkpoint import reader, store
 from hpctrain.checkpoint.store import Checkpoint
 from hpctrain.config.load import load_config
-from hpctrain.config.schema import VisionConfig
+from hpctrain.config.schema import DecoderConfig, VisionConfig
 from hpctrain.errors import CheckpointError, ConfigError
+from hpctrain.models.decoder_spec import initial_weights
+from hpctrain.models.huggingface import make_shapes
 from hpctrain.models.spec import DataFacts
 from hpctrain.models.vision import VisionModel, build_vision
 from hpctrain.run.directory import RunDirectory
+
+
+class DecoderWeights(Mapping[str, Tensor]):
+    """A decoder's whole parameters by name, each read when it is asked for: what was trained from a
+    checkpoint, what was frozen from where the run took it.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or damaged.
+        ConfigError: the folder of `model.pretrained` no longer holds the base model.
+    """
+
+    def __init__(self, checkpoint: Path, model: DecoderConfig, seed: int) -> None:
+        self._trained = reader.Part(checkpoint, "model")
+        self._frozen = {n: shape for n, shape in make_shapes(model).items() if n not in set(self._trained)}
+        self._read = initial_weights(model, seed) if self._frozen else None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._read is None or name not in self._frozen:
+            return self._trained[name]
+        shape = self._frozen[name]
+        return self._read(name, shape, (slice(None),) * len(shape), torch.float32)
+
+    def __contains__(self, name: object) -> bool:
+        return name in set(self)  # the inherited one would read the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return itertools.chain(self._trained, self._frozen)
+
+    def __len__(self) -> int:
+        return len(self._trained) + len(self._frozen)
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,8 @@ def adapted(tmp_path: Path) -> tuple[Path, Decoder]:
     for name, parameter in decoder.named_parameters():
         if ".lora_" in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    return save_run(tmp_path / "run", config, decoder.state_dict()), decoder
+    trained = {name: p.detach() for name, p in decoder.named_parameters() if p.requires_grad}
+    return save_run(tmp_path / "run", config, trained), decoder
 
 
 def test_an_adapter_is_merged_into_the_weights(adapted: tuple[Path, Decoder], tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ MODEL = DecoderConfig(
     num_key_value_heads=2,
     head_dim=8,
     max_position_embeddings=256,
+    initializer_range=0.3,
     tie_word_embeddings=True,
 )
 NUM_CALLS = 100
@@ -52,9 +53,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.manual_seed(0)
         decoder = Decoder(model)
         apply_lora(decoder, model.lora)
-        for parameter in decoder.parameters():
+        trained = {name: p for name, p in decoder.named_parameters() if p.requires_grad}
+        for parameter in trained.values():
             torch.nn.init.normal_(parameter, std=0.3)
-        save_run(folder / name, model, decoder.state_dict())
+        save_run(folder / name, model, {name: p.detach() for name, p in trained.items()})
     return folder
 
 
