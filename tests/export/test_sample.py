@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +30,7 @@ from hpctrain.export.sample import make_sample
 from hpctrain.models.decoder import Decoder
 from hpctrain.models.lora import apply_lora
 from tests.export.test_huggingface import save_run
+from tests.helpers.runs import ROOT
 
 MODEL = DecoderConfig(
     family=DecoderFamily.qwen3,
@@ -129,3 +133,25 @@ def test_the_verb_answers(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert main(["sample", str(folder / "run"), "--tokens", "3"]) == 0
     shown = capsys.readouterr().out
     assert "step 4" in shown and "model:" in shown and "recorded: Dạ" in shown
+
+
+def test_a_run_on_this_machine_ends_with_a_sample(folder: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "hpctrain",
+        "+exp=finance_callbot_laptop",
+        f"data.root={folder / 'data'}",
+    ]
+    command += ["data.synthetic_documents=0", "data.num_workers=0", "model.num_hidden_layers=2"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.partition("run finance_callbot_laptop is done")[2]
+    assert "sample of" in said and "recorded: Dạ" in said
