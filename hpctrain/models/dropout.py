@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 _LOW = 0xFFFFFFFF
+_PIECE = 2**22  # numbers that are hashed at once: 32 MiB, which a GPU's cache holds
 SITES_PER_LAYER = 16  #: 0 after attention, 1 after the MLP, from 2 on LoRA
 
 
@@ -59,5 +60,11 @@ class KeyedDropout(nn.Module):
         row_B = hash32(row_B ^ ((key_B >> 32) & _LOW))
         row_B = hash32(row_B ^ self.site)
         row_BL = hash32(row_B[:, None] ^ token_L)
-        number_BLF = hash32(row_BL[..., None] ^ hash32(feature_F + 1))
-        return number_BLF >= int(self.p * 2**32)
+        feature_F = hash32(feature_F + 1)
+        limit = int(self.p * 2**32)
+        # In pieces: a hash makes three int64 tensors, four times as large each as bf16 activations.
+        tokens = max(1, _PIECE // max(1, len(key_B) * num_features))
+        pieces = [
+            hash32(part_BL[..., None] ^ feature_F) >= limit for part_BL in torch.split(row_BL, tokens, dim=1)
+        ]
+        return torch.cat(pieces, dim=1)

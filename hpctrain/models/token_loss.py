@@ -84,6 +84,7 @@ class _TokenLosses(torch.autograd.Function):
             max_T[part] = logits_CV.amax(dim=1)
             sums_2T[1, part] = logits_CV.gather(1, row_T[part, None])[:, 0] * is_own_T[part]
             sums_2T[0, part] = logits_CV.sub_(max_T[part, None]).exp_().sum(dim=1)
+            del logits_CV  # or it would live while the next chunk's are made
         if shard is not None:
             own_max_T = max_T.clone()
             shard.max(max_T)
@@ -113,6 +114,7 @@ class _TokenLosses(torch.autograd.Function):
                 torch.mm(grad_CV, weight_VD, out=grad_hidden_TD[part])
             if grad_weight_VD is not None:
                 grad_weight_VD += grad_CV.T @ hidden_TD[part]
+            del logits_CV, soft_CV, grad_CV
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         return grad_hidden_TD, grad_weight_VD, None, None, None
