@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,10 @@ def run_rank(rank: int, case: Case, folder: Path, rounds: int, forward_s: float)
     num_stages = case.pp * case.stages_per_rank
     own = range(rank, num_stages, case.pp)
     stages: dict[int, nn.Module] = {s: SleepingStage(forward_s / case.stages_per_rank) for s in own}
-    neighbours = build_neighbours([list(range(case.pp))], rank, goes_round=case.stages_per_rank > 1)
-    pipeline = Pipeline(stages, num_stages, neighbours, lambda: torch.empty(SHAPE))
+    neighbours = build_neighbours(
+        [list(range(case.pp))], rank, goes_round=case.stages_per_rank > 1, timeout=timedelta(minutes=5)
+    )
+    pipeline = Pipeline(stages, num_stages, neighbours, lambda: torch.empty(SHAPE), torch.device("cpu"))
     schedule = make_schedule(Schedule[case.schedule], case.pp, case.stages_per_rank, case.num_microbatches)
     microbatches = [Microbatch(torch.zeros(SHAPE)) for _ in range(case.num_microbatches)]
     times_s = []
