@@ -32,7 +32,7 @@ def apply_fully_shard(
 
     Args:
         units: What is gathered and dropped by itself: the blocks above all. The rest of the stage is one more
-            unit, which stays gathered from the first forward of a step to the last backward.
+            unit, which stays gathered from a microbatch's forward to its backward.
         mesh: `(dp_shard,)`, or `(dp_replicate, dp_shard)`: shards inside, replicas across (HSDP).
         precision: of products; gradients are reduced in fp32 and kept in the parameters' own format.
         reshard_after_forward: Drop a block's gathered parameters after forward and gather them again for

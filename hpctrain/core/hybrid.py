@@ -7,6 +7,7 @@ gradients over the data-parallel ranks, hence the factor `dp` on each rank's sha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,16 +26,21 @@ from hpctrain.plan.layout import AXES
 from hpctrain.plan.plan import RunPlan
 from hpctrain.plan.schedule import make_forward_schedule, make_schedule
 
+set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # torch 2.13
+
 
 class Hybrid:
     """This rank's stages, and how to run them."""
 
     def __init__(self, config: Config, plan: RunPlan, kind: StagedModel, device: torch.device) -> None:
         layout, parallelism = plan.layout, config.parallelism
-        self.config, self.plan = config, plan
+        self.config, self.plan, self.device = config, plan, device
+        timeout = timedelta(seconds=config.hang_timeout_s + 60)  # as of the world: longer than a hang
         self.axes = init_device_mesh(
             device.type, tuple(getattr(layout, axis) for axis in AXES), mesh_dim_names=AXES
         )
+        for axis in AXES:
+            set_timeout(timeout, self.axes[axis].get_group())
         self.num_stages = len(plan.stages)
         position, self.pp = self.axes["pp"].get_local_rank(), layout.pp
         own = {s: plan.stages[s] for s in range(self.num_stages) if s % layout.pp == position}
@@ -44,25 +50,32 @@ class Hybrid:
         replica, shard = (self.axes[axis].get_local_rank() for axis in ("dp_replicate", "dp_shard"))
         self.dp_rank, self.dp = replica * layout.dp_shard + shard, layout.dp
         self.reads_for_replica = position == 0 and self.axes["tp"].get_local_rank() == 0
-        self.eval_group = 2 * self.pp * parallelism.stages_per_rank
+        self.eval_group = 8 * self.pp  # the pipeline runs empty once for so many batches
         self.has_head = self.num_stages - 1 in self.stages
-        self._tied = self._find_tied(kind) if layout.pp > 1 else None
+        self._tied = self._find_tied(kind, timeout) if layout.pp > 1 else None
         shape = self._hidden_shape()
         dtype = COMPUTE_DTYPES.get(config.optim.precision) or torch.get_default_dtype()
         self.pipeline = Pipeline(
             self.stages,
             self.num_stages,
             build_neighbours(
-                _pipelines(self.axes), dist.get_rank(), goes_round=parallelism.stages_per_rank > 1
+                _pipelines(self.axes),
+                dist.get_rank(),
+                goes_round=parallelism.stages_per_rank > 1,
+                timeout=timeout,
             ),
             lambda: torch.empty(shape, dtype=dtype, device=device),
+            device,
         )
         self.schedule = make_schedule(
             parallelism.schedule, layout.pp, parallelism.stages_per_rank, plan.batch.num_microbatches
         )
 
     def start(self, first: Callable[[], Sequence[Any]]) -> None:
-        """Nothing is left to do."""
+        """Open all connections, so that a broken link is found here. Collective over the world."""
+        self.pipeline.connect()
+        for axis in AXES:
+            dist.all_reduce(torch.zeros(1, device=self.device), group=self.axes[axis].get_group())
 
     def counted_parameters(self) -> list[nn.Parameter]:
         """The trained parameters, a tied matrix only where the embedding is."""
@@ -88,7 +101,7 @@ class Hybrid:
         )
         self._reduce_tied()
         if not losses:
-            return torch.zeros((), device=self.pipeline.hidden().device)
+            return torch.zeros((), device=self.device)
         total: Tensor = torch.stack([nll_B.sum() for nll_B in losses]).sum()
         return total.div(count * self.plan.layout.tp)
 
@@ -127,14 +140,14 @@ class Hybrid:
         parts = self.plan.layout.tp if self.config.parallelism.sequence_parallel else 1
         return self.plan.batch.microbatch_size, data.sequence_length // parts, model.hidden_size
 
-    def _find_tied(self, kind: StagedModel) -> tuple[nn.Parameter | None, Any] | None:
+    def _find_tied(self, kind: StagedModel, timeout: timedelta) -> tuple[nn.Parameter | None, Any] | None:
         """The matrix that lies on the first and on the last stage, and the group of the two. Collective."""
         name = kind.tied_weight(self.config.model)
         if name is None:
             return None
         own = None
         for pipeline in _pipelines(self.axes):
-            group = dist.new_group([pipeline[0], pipeline[-1]])
+            group = dist.new_group([pipeline[0], pipeline[-1]], timeout=timeout)
             own = group if dist.get_rank() in (pipeline[0], pipeline[-1]) else own
         return dict(self.model.named_parameters()).get(name), own
 

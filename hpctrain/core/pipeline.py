@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hpctrain.plan.schedule import Action, Actions, Pass
 
@@ -30,17 +32,20 @@ class Neighbours:
     up: Sequence[dist.ProcessGroup]  #: for gradients, likewise
 
 
-def build_neighbours(ranks: Sequence[Sequence[int]], rank: int, *, goes_round: bool) -> Neighbours:
+def build_neighbours(
+    ranks: Sequence[Sequence[int]], rank: int, *, goes_round: bool, timeout: timedelta
+) -> Neighbours:
     """Make the groups of all pipelines and return this rank's. Collective over the world.
 
     Args:
         ranks: The global ranks of every pipeline, first stage first.
         goes_round: Ranks have several stages, so that the last rank sends to the first.
+        timeout: Of each transfer.
     """
     found: Neighbours | None = None
     for pipeline in ranks:
         count = 0 if len(pipeline) == 1 else 4 if goes_round else 2
-        groups: list[Any] = [dist.new_group(list(pipeline)) for _ in range(count)]
+        groups: list[Any] = [dist.new_group(list(pipeline), timeout=timeout) for _ in range(count)]
         if rank in pipeline:
             down, up = groups[: count // 2], groups[count // 2 :]
             found = Neighbours(tuple(pipeline), pipeline.index(rank), down, up)
@@ -53,15 +58,20 @@ class _Channel:
 
     def __init__(self, peer: int, groups: Sequence[dist.ProcessGroup]) -> None:
         self.peer, self.groups = peer, groups
-        self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._sent: dict[Action, tuple[Any, Tensor]] = {}
         self._expected: deque[tuple[Action, bool]] = deque()
         self._posted: dict[Action, tuple[Any, Tensor]] = {}
 
-    def send(self, tensor: Tensor, wraps: bool) -> None:
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
-        work = dist.isend(tensor, self.peer, group=self.groups[wraps])
-        self._sent.append((work, tensor))  # the memory stays ours until it has left
+    def send(self, action: Action, tensor: Tensor, wraps: bool) -> None:
+        """Send the result of an action. Its memory stays ours until it has left."""
+        for key in [key for key, (work, _) in self._sent.items() if work.is_completed()]:
+            del self._sent[key]
+        self._sent[action] = dist.isend(tensor, self.peer, group=self.groups[wraps]), tensor
+
+    def has_left(self, action: Action) -> None:
+        """An answer has come to what an action sent: it needs no memory here any more."""
+        if action in self._sent:
+            self._sent.pop(action)[0].wait()
 
     def expect(self, messages: Iterable[tuple[Action, bool]]) -> None:
         self._expected = deque(messages)
@@ -83,8 +93,9 @@ class _Channel:
     def finish(self) -> None:
         """Wait for what is under way. A step leaves nothing behind."""
         assert not self._expected and not self._posted, "the schedule has unread messages"
-        while self._sent:
-            self._sent.popleft()[0].wait()
+        for work, _ in self._sent.values():
+            work.wait()
+        self._sent.clear()
 
 
 class Pipeline:
@@ -102,8 +113,9 @@ class Pipeline:
         num_stages: int,
         neighbours: Neighbours,
         hidden: Callable[[], Tensor],
+        device: torch.device,
     ) -> None:
-        self.stages, self.num_stages, self.hidden = stages, num_stages, hidden
+        self.stages, self.num_stages, self.hidden, self.device = stages, num_stages, hidden, device
         self.position, self.pp = neighbours.position, len(neighbours.ranks)
         before = neighbours.ranks[self.position - 1]
         after = neighbours.ranks[(self.position + 1) % self.pp]
@@ -112,6 +124,24 @@ class Pipeline:
             _Channel(after, neighbours.down),
         )
         self._from_after, self._to_before = _Channel(after, neighbours.up), _Channel(before, neighbours.up)
+
+    def connect(self) -> None:
+        """Open every connection, so that a broken link is found before the first step and NCCL makes none in
+        the middle of a schedule. Collective over the pipeline."""
+        token = torch.zeros(1, device=self.device)
+        boundaries = range(self.num_stages - 1) if self.pp > 1 else range(0)
+        for down in (True, False):
+            for stage in boundaries if down else reversed(boundaries):
+                channels = (
+                    (self._to_after, self._from_before) if down else (self._to_before, self._from_after)
+                )
+                sender, receiver = (stage, stage + 1) if down else (stage + 1, stage)
+                group = channels[0].groups[self._wraps(stage)]
+                if sender % self.pp == self.position:
+                    dist.isend(token, channels[0].peer, group=group).wait()  # type: ignore[union-attr]
+                if receiver % self.pp == self.position:
+                    group = channels[1].groups[self._wraps(stage)]
+                    dist.irecv(token, channels[1].peer, group=group).wait()  # type: ignore[union-attr]
 
     def run(
         self,
@@ -134,7 +164,7 @@ class Pipeline:
         """
         self._from_before.expect(self._messages(schedule, self.position - 1, Pass.forward))
         self._from_after.expect(self._messages(schedule, self.position + 1, Pass.backward))
-        flying: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        flying: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = {}
         outputs: dict[int, Tensor] = {}
         trains = any(action.kind is Pass.backward for action in schedule[self.position])
         left = dict.fromkeys(self.stages, len(microbatches))
@@ -147,9 +177,10 @@ class Pipeline:
                     outputs[number] = y.detach()
                     y = loss(y) if trains else y
                 else:
-                    self._to_after.send(y.detach().contiguous(), self._wraps(stage))
-                if trains:
-                    flying[stage, number] = x, y
+                    self._to_after.send(action, y.detach().contiguous(), self._wraps(stage))
+                if trains:  # the graph is kept, not what came out of it
+                    flying[stage, number] = x, get_gradient_edge(y)
+                del x, y
             else:
                 left[stage] -= 1
                 before_backward(self.stages[stage], left[stage] == 0)
@@ -164,14 +195,16 @@ class Pipeline:
             return token_BL
         return self._from_before.receive(action, self.hidden).requires_grad_(trains)
 
-    def _backward(self, action: Action, x: Tensor, y: Tensor) -> None:
+    def _backward(self, action: Action, x: Tensor, y: GradientEdge) -> None:
         if action.stage == self.num_stages - 1:
-            y.backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(y)
         else:
-            torch.autograd.backward(y, self._from_after.receive(action, self.hidden))
+            gradient = self._from_after.receive(action, self.hidden)
+            self._to_after.has_left(Action(Pass.forward, action.stage, action.microbatch))
+            torch.autograd.backward(y, gradient)
         if action.stage:
             assert x.grad is not None
-            self._to_before.send(x.grad.contiguous(), self._wraps(action.stage - 1))
+            self._to_before.send(action, x.grad.contiguous(), self._wraps(action.stage - 1))
 
     def _messages(
         self, schedule: Sequence[Actions], neighbour: int, kind: Pass

@@ -17,7 +17,8 @@ def seed_rank(seed: int, rank: int, step: int) -> None:
 
 def dropout_keys(seed: int, step: int, sample_id_B: torch.Tensor) -> torch.Tensor:
     """A number for each sequence of each step, int64, from which its dropout masks follow on every rank."""
-    return sample_id_B * 0x2545F4914F6CDD1D + (step * 1_000_003 + seed + 1) * 0x9E3779B1
+    number = (step * 1_000_003 + seed + 1) * 0x9E3779B1
+    return sample_id_B * 0x2545F4914F6CDD1D + ((number + 2**63) % 2**64 - 2**63)  # wraps like int64
 
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:

@@ -81,10 +81,7 @@ def _split_vocabulary(module: nn.Embedding, mesh: DeviceMesh, tokens: Placement)
         weight_VD: Tensor = weight.to_local()
         row_BL = token_BL - start
         is_own_BL = (row_BL >= 0) & (row_BL < len(weight_VD))
-        if len(weight_VD) == 0:
-            own_BLD = weight_VD.sum() + weight_VD.new_zeros(*token_BL.shape, module.embedding_dim)
-        else:
-            own_BLD = F.embedding(row_BL.clamp(0, len(weight_VD) - 1), weight_VD) * is_own_BL[..., None]
+        own_BLD = F.embedding(row_BL.clamp(0, len(weight_VD) - 1), weight_VD) * is_own_BL[..., None]
         part = DTensor.from_local(own_BLD, mesh, [Partial()], run_check=False)
         return part.redistribute(placements=[tokens]).to_local()
 
@@ -94,8 +91,8 @@ def _split_vocabulary(module: nn.Embedding, mesh: DeviceMesh, tokens: Placement)
 
 
 def _first_row(mesh: DeviceMesh, num_rows: int) -> int:
-    """Where this rank's rows begin, as torch.chunk cuts: the last shares may be smaller, or empty."""
-    return min(mesh.get_local_rank() * -(-num_rows // mesh.size()), num_rows)
+    """Where this rank's rows begin, as torch.chunk cuts: the last share may be smaller."""
+    return int(mesh.get_local_rank() * -(-num_rows // mesh.size()))
 
 
 def _share_norm(module: nn.Module, mesh: DeviceMesh, tokens: Placement) -> None:

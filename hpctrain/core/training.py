@@ -118,7 +118,9 @@ class Training:
         self.grad_norm = torch.zeros((), device=mesh.device)
         self.deferred = Deferred(mesh.device)
         hardware = find_hardware(config.cluster.hardware)
-        peak = hardware.bf16_tflops if config.optim.precision is Precision.bf16 else hardware.fp32_tflops
+        peak = hardware.fp32_tflops if config.optim.precision is Precision.fp32 else hardware.bf16_tflops
+        if peak is not None and config.optim.fp16_accumulation:
+            peak *= 2  # GeForce; NVIDIA Ada whitepaper, table 2
         flops = None
         if peak is not None and not self.finished:
             flops = self.parallel.flops_per_sample(self.feed.peek)

@@ -142,6 +142,8 @@ def decoder_layout_findings(config: Config, model: DecoderConfig, layout: Layout
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if (size := getattr(model, name)) % tp:
             found.append(f"parallelism.tp={tp} does not divide model.{name}={size}")
+    if -(-model.vocab_size // tp) * (tp - 1) >= model.vocab_size:
+        found.append(f"model.vocab_size={model.vocab_size}: parallelism.tp={tp} leaves a rank without a row")
     if parallelism.sequence_parallel and tp == 1:
         found.append("parallelism.sequence_parallel=true with tp=1: there is nobody to share tokens with")
     if parallelism.sequence_parallel and isinstance(config.data, TokenDataConfig):

@@ -109,6 +109,7 @@ REFUSED: list[tuple[int, dict[str, Any], str]] = [
     ),
     (1, {"optim__precision": Precision.fp16}, "optim.precision=fp16 on the CPU"),
     (1, {"optim__precision": Precision.bf16}, "optim.precision=bf16 on the CPU"),
+    (4, {"parallelism__tp": 4, "model__vocab_size": 9}, "parallelism.tp=4 leaves a rank without a row"),
     (1, {"optim__fp16_accumulation": True}, "optim.fp16_accumulation=true with optim.precision=fp32"),
     # pipeline
     (
