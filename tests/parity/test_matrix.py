@@ -97,6 +97,9 @@ CELLS = [
     Cell(pp=2, dp_shard=2, tp=2, sequence_parallel=True, tied=True, dropout=0.2, checkpointing="full"),
     Cell(pp=2, dp_shard=2, tp=2, lora=2, dropout=0.2, sequence_parallel=True, schedule="gpipe"),
     Cell(pp=2, dp_replicate=2, tp=2, layers=4, chunk=5, **INTERLEAVED, **FOUR),
+    # in fp32, loss and norm alone
+    Cell(dp_replicate=2, sequences=24, num_microbatches=3, precision="fp32"),
+    Cell(pp=2, dp_shard=2, tp=2, sequence_parallel=True, checkpointing="full", precision="fp32"),
     # compiled blocks
     Cell(compiled=True, layers=2),
     Cell(compiled=True, layers=2, tp=2, sequence_parallel=True),
@@ -112,7 +115,7 @@ def reference(cell: Cell) -> Told:
 
 def expected(cell: Cell) -> Told:
     """The reference depends on the model alone: layouts of one model share it."""
-    model = ("layers", "family", "tied", "packed", "dropout", "lora", "clip", "optimizer")
+    model = ("layers", "family", "tied", "packed", "dropout", "lora", "clip", "optimizer", "sequences")
     return reference(Cell(**{name: getattr(cell, name) for name in model}))
 
 

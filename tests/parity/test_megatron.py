@@ -27,9 +27,9 @@ from hpctrain.config.schema import DecoderConfig
 from hpctrain.core.parallelize import own_piece
 from hpctrain.models.huggingface import make_shapes
 from hpctrain.models.init import make_initial
+from hpctrain.selftest import compare as selftest
 from tests.helpers.ranks import run_ranks
 from tests.models.reference import widened
-from tests.parity import cells
 from tests.parity.cells import LENGTH, SEED, Cell, Tokens, make_batch
 
 VOCAB = 32  # megatron-core wants a multiple of TP
@@ -72,9 +72,9 @@ Told = dict[str, Tensor]  # this rank's part of each gradient, by Hugging Face's
 
 
 def step_ours(cell: Even) -> Told:
-    with mock.patch.object(cells, "make_batch", lambda step, packed: make_tokens(packed)):
-        microbatches = cells.microbatches_of(cell, 0, 0)
-    train = cells.build(cell)
+    with mock.patch.object(selftest, "make_batch", lambda step, packed, sequences: make_tokens(packed)):
+        microbatches = selftest.microbatches_of(cell, 0, 0)
+    train = selftest.build(cell)
     with torch.no_grad():
         for name, parameter in train.parallel.model.named_parameters():
             parameter.to_local().copy_(whole(name, tuple(parameter.shape), cell)[own_piece(parameter)])
