@@ -56,8 +56,6 @@ def build_stages(
         for block in blocks.values():
             apply_checkpointing(block, parallelism.checkpointing)
             if parallelism.compile:
-                # One graph for all blocks, though each has dropout sites of its own number.
-                torch._dynamo.config.allow_unspec_int_on_nn_module = True
                 block.compile()
         modules = dict(stage.named_modules())
         tables = [modules[name] for name in kind.tables if name in modules and not is_tied]
