@@ -148,7 +148,7 @@ class DecoderConfig(ModelConfig):
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02  #: standard deviation of random weights
     residual_dropout: float = 0.0  #: of what each attention and MLP adds to the residual stream
-    loss_chunk_tokens: int = 0  #: tokens whose logits exist at once; 0 for all of a microbatch
+    loss_chunk_tokens: int = 0  #: tokens whose logits exist at once, made twice; 0 keeps all of a microbatch
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 

@@ -2,7 +2,8 @@
 
 32B models have 152,064 tokens: the logits of one sequence of 4,096 are 2.5 GB in fp32, and autograd would
 keep them twice. Here a chunk of tokens has logits at a time, only log Σ exp is kept for backward, and the
-logits are computed again there. With the vocabulary cut over ranks, two small reductions make it whole.
+logits are computed again there; without chunks they are kept, once. With the vocabulary cut over ranks, two
+small reductions make it whole.
 Shapes: T tokens, D hidden, V vocabulary rows of this rank, C tokens of a chunk, B sequences, L tokens of one.
 """
 
@@ -43,19 +44,11 @@ def token_losses(
         hidden_TD: what the head sees.
         weight_VD: vocabulary rows; those of this rank where there is a shard.
         label_T: int64, in the whole vocabulary. Another number gives a finite value without meaning.
-        chunk_tokens: tokens whose logits exist at once, 0 for all. With several chunks the gradient of W is
-            summed in at least fp32.
+        chunk_tokens: tokens whose logits exist at once. They are computed again in backward, and the gradient
+            of W is summed in at least fp32. 0 keeps them all from forward to backward, in at least fp32.
         shard: this rank's part of the vocabulary; None for all of it.
     """
-    device = hidden_TD.device.type
-    if not torch.is_autocast_enabled(device):
-        losses_T: Tensor = _TokenLosses.apply(hidden_TD, weight_VD, label_T, chunk_tokens, shard)
-        return losses_T
-    # Backward runs outside of autocast and must compute the same logits: the inputs are rounded before.
-    dtype = torch.get_autocast_dtype(device)
-    hidden_TD, weight_VD = hidden_TD.to(dtype), weight_VD.to(dtype)
-    with torch.autocast(device, enabled=False):
-        losses_T = _TokenLosses.apply(hidden_TD, weight_VD, label_T, chunk_tokens, shard)
+    losses_T: Tensor = _TokenLosses.apply(hidden_TD, weight_VD, label_T, chunk_tokens, shard)
     return losses_T
 
 
@@ -69,55 +62,61 @@ class _TokenLosses(torch.autograd.Function):
         chunk_tokens: int,
         shard: VocabShard | None,
     ) -> Tensor:
-        num_rows = len(weight_VD)
         wide = torch.promote_types(hidden_TD.dtype, torch.float32)
         row_T = label_T - (shard.start if shard else 0)
-        is_own_T = (row_T >= 0) & (row_T < num_rows)
-        row_T = row_T.clamp(0, max(num_rows - 1, 0))
-        max_T = hidden_TD.new_full(label_T.shape, float("-inf"), dtype=wide)
+        is_own_T = (row_T >= 0) & (row_T < len(weight_VD))
+        row_T = row_T.clamp(0, len(weight_VD) - 1)
+        max_T = hidden_TD.new_empty(label_T.shape, dtype=wide)
         # Σ exp and the label's own logit, side by side: one reduction for both.
         sums_2T = hidden_TD.new_zeros((2, len(label_T)), dtype=wide)
-        chunk = chunk_tokens or max(len(label_T), 1)
-        for start in range(0, len(label_T) if num_rows else 0, chunk):
-            part = slice(start, start + chunk)
+        kept_TV = None
+        for part in _chunks(len(label_T), chunk_tokens):
             logits_CV = (hidden_TD[part] @ weight_VD.T).to(wide)
             max_T[part] = logits_CV.amax(dim=1)
             sums_2T[1, part] = logits_CV.gather(1, row_T[part, None])[:, 0] * is_own_T[part]
             sums_2T[0, part] = logits_CV.sub_(max_T[part, None]).exp_().sum(dim=1)
+            kept_TV = None if chunk_tokens else logits_CV
             del logits_CV  # or it would live while the next chunk's are made
+        own_max_T = max_T
         if shard is not None:
             own_max_T = max_T.clone()
             shard.max(max_T)
             sums_2T[0] *= torch.exp(own_max_T - max_T)
             shard.sum(sums_2T)
         log_sum_T = max_T + sums_2T[0].log()
-        ctx.save_for_backward(hidden_TD, weight_VD, row_T, is_own_T, log_sum_T)
-        ctx.chunk = chunk
+        ctx.save_for_backward(hidden_TD, weight_VD, row_T, is_own_T, log_sum_T, own_max_T, kept_TV)
+        ctx.chunk_tokens = chunk_tokens
         return log_sum_T - sums_2T[1]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_TD, weight_VD, row_T, is_own_T, log_sum_T = ctx.saved_tensors
-        chunk, num_tokens = ctx.chunk, len(row_T)
+        hidden_TD, weight_VD, row_T, is_own_T, log_sum_T, own_max_T, kept_TV = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        sum_dtype = log_sum_T.dtype if num_tokens > chunk else weight_VD.dtype
+        sum_dtype = log_sum_T.dtype if ctx.chunk_tokens else weight_VD.dtype
         grad_hidden_TD = torch.zeros_like(hidden_TD) if needs_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=sum_dtype) if needs_weight else None
-        for start in range(0, num_tokens if len(weight_VD) else 0, chunk):
-            part = slice(start, start + chunk)
-            logits_CV = (hidden_TD[part] @ weight_VD.T).to(log_sum_T.dtype)
-            soft_CV = logits_CV.sub_(log_sum_T[part, None]).exp_()
+        for part in _chunks(len(row_T), ctx.chunk_tokens):
+            if kept_TV is not None:  # exp(logit - own max), from forward; used up here
+                soft_CV = kept_TV.mul_(torch.exp(own_max_T - log_sum_T)[:, None])
+            else:
+                logits_CV = (hidden_TD[part] @ weight_VD.T).to(log_sum_T.dtype)
+                soft_CV = logits_CV.sub_(log_sum_T[part, None]).exp_()
             soft_CV.scatter_add_(1, row_T[part, None], -is_own_T[part, None].to(soft_CV.dtype))
             grad_CV = soft_CV.mul_(grad_T[part, None]).to(hidden_TD.dtype)
             if grad_hidden_TD is not None:
                 torch.mm(grad_CV, weight_VD, out=grad_hidden_TD[part])
             if grad_weight_VD is not None:
                 grad_weight_VD += grad_CV.T @ hidden_TD[part]
-            del logits_CV, soft_CV, grad_CV
+            logits_CV = soft_CV = grad_CV = None
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         return grad_hidden_TD, grad_weight_VD, None, None, None
+
+
+def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
+    chunk = chunk_tokens or max(num_tokens, 1)
+    return [slice(start, start + chunk) for start in range(0, num_tokens, chunk)]
 
 
 class LmHead(nn.Module):
