@@ -1,8 +1,9 @@
 """Device memory of each pipeline rank of a decoder run, in closed form.
 
-How the core stores things is what is summed here: parameters, gradients and optimizer states are fp32 and
-sharded over dp_shard and tp; one block at a time is gathered in the compute format, embedding and head while
-their stage works; every microbatch's gradients are reduced block by block, so that no whole gradients stay.
+How the core stores things is what is summed here: parameters, gradients and optimizer states are fp32 (frozen
+weights as they are computed with) and sharded over dp_shard and tp; a block, the embedding or the head is
+gathered in the compute format while it works; every microbatch's gradients are reduced at once, one after the
+other, so that no whole gradients stay. `core.trace` runs the real code to check it.
 Sums of what tensors take: not the allocator's rounding, and not what the driver and NCCL take.
 """
 
@@ -38,7 +39,7 @@ FP32 = 4  # bytes
 class RankMemory:
     """Bytes of one pipeline rank at its worst moment."""
 
-    weights: int  #: fp32 shards, which are the master weights
+    weights: int  #: shards: fp32, which are the master weights; frozen ones in the compute format
     gradients: int  #: fp32 shards
     optimizer: int  #: AdamW's two moments, SGD's momentum
     activations: int  #: kept for backward, of all microbatches in flight
@@ -105,7 +106,16 @@ def saved_bytes(shape: Shape) -> int:
     two repeated for each query head, and the result. As wide as the MLP: gate, silu(gate), up, product.
     """
     gathered = 2 * shape.whole_hidden if shape.token_shards > 1 else 0
-    return 4 * shape.hidden + gathered + 4 * shape.heads + 4 * shape.intermediate
+    return 4 * shape.hidden + gathered + 4 * shape.heads + 4 * shape.intermediate + dropped_bytes(shape)
+
+
+def dropped_bytes(shape: Shape) -> int:
+    """What the dropout of adapters saves: its result for each matrix, and a byte a feature."""
+    lora, wide = shape.model.lora, {"o_proj": shape.heads, "down_proj": shape.intermediate}
+    if not lora.rank or not lora.dropout:
+        return 0
+    inputs = sum(wide.get(name, shape.whole_hidden) for name in lora.targets)
+    return inputs + inputs // shape.element
 
 
 def kept_bytes(shape: Shape, checkpointing: Checkpointing) -> int:
@@ -137,22 +147,35 @@ def most_in_flight(actions: Actions, kept: dict[int, int]) -> int:
     return most
 
 
-def block_moment(shape: Shape, checkpointing: Checkpointing, reshard: bool) -> tuple[int, int]:
-    """Working and gathered bytes while the backward of a block runs.
+Moment = tuple[int, int]  # working and gathered bytes
 
-    Gathered: its weights and gradients, the next block's weights where they cross the network (FSDP2 fetches
-    them early), and the fp32 input of the reduction of the block before.
+
+def block_moments(shape: Shape, checkpointing: Checkpointing, weights: int, before: int) -> list[Moment]:
+    """The backward of a block, in its MLP and at its end.
+
+    In the MLP all that was computed again is there, and the first matrix's gradient; at the end what the MLP
+    saved is gone and all matrices have their gradients.
+
+    Args:
+        weights: what is gathered, bytes.
+        before: parameters of the unit before, whose gradients' reduction holds its fp32 input until now.
     """
-    weights = (2 if shape.dp_shard > 1 else 1) * shape.element * shape.block if reshard else 0
-    gradients = 0 if shape.model.lora.rank else (shape.element + FP32) * shape.block
     again = 0 if checkpointing is Checkpointing.none else saved_bytes(shape)
-    backward = 3 * shape.intermediate + shape.whole_hidden + shape.element * shape.masks
-    return again + backward, weights + gradients
+    rest = max(0, again - 4 * shape.intermediate)
+    mask = shape.element * shape.masks
+    first = shape.element * shape.model.hidden_size * shape.model.intermediate_size // shape.tp
+    whole, reduced = shape.element * shape.block, FP32 * before
+    if shape.model.lora.rank:
+        first = whole = reduced = 0
+    return [
+        (again + mask + 3 * shape.intermediate + shape.whole_hidden, weights + reduced + first),
+        (rest + mask + 4 * shape.heads + shape.whole_hidden, weights + reduced + whole),
+    ]
 
 
-def head_moment(shape: Shape) -> tuple[int, int]:
-    """Working and gathered bytes while the gradient of the head is computed: a chunk's logits in fp32 and
-    their gradient; the matrix's gradient, summed in fp32 over chunks, and a chunk's part of it."""
+def head_moment(shape: Shape) -> Moment:
+    """The gradient of the head: a chunk's logits in fp32 and their gradient; the matrix's gradient, summed in
+    fp32 over chunks, and a chunk's part of it."""
     tokens = min(shape.model.loss_chunk_tokens or shape.tokens, shape.tokens)
     vocabulary = -(-shape.model.vocab_size // shape.tp)
     logits = (FP32 + shape.element) * tokens * vocabulary
@@ -161,27 +184,42 @@ def head_moment(shape: Shape) -> tuple[int, int]:
     return logits + 2 * shape.whole_hidden, gradients
 
 
-def tables_moment(shape: Shape, tables: int) -> int:
-    """Gathered bytes while the gradients of embedding and head are reduced: input and output in fp32."""
-    if shape.model.lora.rank:
-        return 0
-    return tables * shape.table * (FP32 + max(shape.element, FP32 // shape.dp_shard))
-
-
 def worst_moment(
     shape: Shape, checkpointing: Checkpointing, reshard: bool, first: bool, last: bool
-) -> tuple[int, int]:
-    """Working and gathered bytes of a rank when they are most. Embedding and head stay gathered while a
-    microbatch is in flight; the gradient of the head waits for those of the blocks."""
-    tables = 1 if first and last and shape.model.tie_word_embeddings else first + last
-    weights = tables * shape.element * shape.table
-    waiting = shape.element * shape.table if last and not shape.model.lora.rank else 0
-    working, gathered = block_moment(shape, checkpointing, reshard)
-    moments = [(working, gathered + weights + waiting), (0, tables_moment(shape, tables))]
+) -> Moment:
+    """Working and gathered bytes of a rank when they are most.
+
+    Embedding and head are gathered like a block, in turn. A tied matrix stays gathered for the whole step,
+    and the gradient of the head's use of it waits for that of the embedding's.
+    """
+    model = shape.model
+    tied, trains = model.tie_word_embeddings, not model.lora.rank
+    table = 0 if tied or not reshard else shape.element * shape.table
+    block = shape.element * shape.block if reshard else 0
+    early = shape.dp_shard > 1  # FSDP2 fetches the next unit's weights early where they cross the network
+    moments = block_moments(
+        shape,
+        checkpointing,
+        weights=block + early * max(block, table * first),
+        before=max(shape.block, shape.table * (last and not tied)),
+    )
+    stays = shape.element * shape.table * (2 if last and trains else 1) if tied and (first or last) else 0
+    moments = [(working, gathered + stays) for working, gathered in moments]
     if last:
         working, gathered = head_moment(shape)
-        moments.append((working, gathered + weights))
+        moments.append((working, gathered + max(stays, table + early * block)))
+    if first or last:
+        moments += table_moments(shape, table, first)
     return max(moments, key=sum)
+
+
+def table_moments(shape: Shape, weights: int, has_embedding: bool) -> list[Moment]:
+    """The gradient of the embedding, and the reduction of a table's gradient: input and output in fp32."""
+    if shape.model.lora.rank:
+        return [(0, weights)]
+    reduction = FP32 * shape.table + FP32 * shape.table // shape.dp_shard
+    gradient = weights + shape.element * shape.table + FP32 * shape.block
+    return [(0, reduction), (2 * shape.whole_hidden, gradient * has_embedding)]
 
 
 @dataclass(frozen=True)
@@ -205,23 +243,26 @@ class MemoryModel:
         shards = self.layout.dp_shard * self.layout.tp
         held = stage_parameters(self.model, blocks, first, last) // shards
         trained = blocks * adapter_parameters(self.model) // shards if self.model.lora.rank else held
+        # Gradients in use and received early, activations received early.
+        travelling = (2 * (not last) + (not first)) * shape.hidden
         working, gathered = worst_moment(
             shape, parallelism.checkpointing, parallelism.reshard_after_forward, first, last
         )
         if not parallelism.reshard_after_forward:
-            gathered += shape.element * blocks * shape.block
+            tables = 0 if self.model.tie_word_embeddings else first + last
+            gathered += shape.element * (blocks * shape.block + tables * shape.table)
         if self.layout.dp_replicate > 1:  # FSDP2 keeps what was reduced across replicas until backward ends
             gathered += FP32 * trained
         block = kept_bytes(shape, parallelism.checkpointing)
         kept = {stage: count * block + shared_bytes(shape) for stage, count in layers.items()}
-        on_device = 0 if parallelism.offload_optimizer else FP32
+        on_device = not parallelism.offload_optimizer
         moments = 2 if self.config.optim.kind is OptimizerKind.adamw else 1
         return RankMemory(
-            weights=on_device * held,
-            gradients=on_device * trained,
-            optimizer=on_device * moments * trained,
+            weights=on_device * (FP32 * trained + shape.element * (held - trained)),
+            gradients=on_device * FP32 * trained,
+            optimizer=on_device * moments * FP32 * trained,
             activations=most_in_flight(self.schedule[pp_rank], kept),
-            working=working,
+            working=working + travelling,
             gathered=gathered,
         )
 

@@ -39,7 +39,7 @@ QWEN_32B = DecoderConfig(
     loss_chunk_tokens=1024,
 )
 # The cut that docs/layout_32b.md chooses.
-SIXTEEN = (2, *[4] * 11, 5, 5, 5, 3)
+SIXTEEN = (3, *[4] * 12, 5, 5, 3)
 # name: pp, dp_shard, tp, and whether torch's own pipeline stage is used
 LAYOUTS: dict[str, tuple[int, int, int, bool]] = {
     "PP8×DP4, torch's stage": (8, 4, 1, True),

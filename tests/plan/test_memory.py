@@ -40,7 +40,8 @@ def test_middle_stage_of_the_chosen_layout_by_hand() -> None:
     # A block's input each and the stage's output, halved by sequence parallelism; a mask, a byte an entry;
     # cosines and sines in fp32.
     assert memory.activations == 15 * ((4 + 1) * 2 * 4096 * 5120 // 2 + 4096**2 + 2 * 4 * 4096 * 128)
-    assert memory.gathered == (2 + 2 + 4) * 487_605_248 // 2
+    # In the MLP: a block's weights in bf16, its first gradient, and the fp32 input of the reduction before.
+    assert memory.gathered == (2 + 4) * 487_605_248 // 2 + 2 * 5120 * 27648 // 2
 
 
 def test_replicas_keep_a_second_set_of_reduced_gradients_until_backward_ends() -> None:
@@ -106,9 +107,9 @@ def test_only_layouts_with_two_or_more_tensor_parallel_ranks_fit() -> None:
 
 
 def test_sequence_parallelism_is_what_leaves_the_chosen_layout_room() -> None:
-    """0.6 GiB to spare with it, less than 0.2 without."""
-    assert worst_gib("PP16×TP2") < USABLE - 0.6
-    assert worst_gib("PP16×TP2", sequence_parallel=False) > USABLE - 0.2
+    """0.9 GiB to spare with it, less than 0.4 without."""
+    assert worst_gib("PP16×TP2") < USABLE - 0.9
+    assert worst_gib("PP16×TP2", sequence_parallel=False) > USABLE - 0.4
 
 
 def test_the_page_shows_these_numbers() -> None:
