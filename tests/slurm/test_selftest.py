@@ -16,7 +16,7 @@ from tests.helpers.polling import wait_until
 from tests.helpers.runs import ROOT, Cluster, Run
 from tests.helpers.sandbox import Sandbox
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.long]  # minutes of two cores
 
 
 def test_every_check_passes_on_two_nodes_and_the_job_comes_back_from_its_preemption(
