@@ -208,10 +208,11 @@ def _build_step(hybrid: Hybrid, config: Config) -> TrainStep:
 
 
 def _run_step(step: TrainStep, hybrid: Hybrid, config: Config, length: int) -> None:
-    """Do a step that has all its microbatches in memory and sees the first ones."""
+    """Do a step of the first microbatches; all of them lie in memory."""
     parallelism, whole = config.parallelism, hybrid.plan.batch.num_microbatches
     hybrid.schedule = make_schedule(parallelism.schedule, hybrid.pp, parallelism.stages_per_rank, length)
-    step([_make_microbatch(config, hybrid.plan) for _ in range(whole)], 0)
+    microbatches = [_make_microbatch(config, hybrid.plan) for _ in range(whole)]
+    step(microbatches[:length], 0)
 
 
 def _make_microbatch(config: Config, plan: RunPlan) -> TokenBatch:

@@ -78,11 +78,11 @@ def test_the_32b_model_on_32_cards_stays_below_22_gib() -> None:
 
 
 TOKENS, HIDDEN, INTERMEDIATE, VOCAB, HEADS, KEYS, HEAD_DIM = 64, 32, 48, 96, 4, 2, 8
-BLOCKS, MICROBATCHES, BF16, FP32 = (3, 2), 8, 2, 4
+BLOCKS, MICROBATCHES, BF16, FP32 = (2, 1), 6, 2, 4
 
 
 def small(**parallelism: Any) -> tuple[Config, RunPlan]:
-    """Two stages of three and two blocks, two shards, two tensor-parallel ranks with sequence parallelism."""
+    """Two stages of two blocks and one, two shards, two tensor-parallel ranks with sequence parallelism."""
     model = DecoderConfig(
         family=DecoderFamily.llama,
         vocab_size=VOCAB,
@@ -196,6 +196,14 @@ def test_collectives_of_a_step_equal_the_arithmetic(checkpointing: Checkpointing
     config, plan = small(checkpointing=checkpointing)
     for place, traced in enumerate(trace_places(config, plan, [0, 1])):
         assert traced.collectives == expected(checkpointing, place)
+
+
+def test_replicas_add_up_once_a_step() -> None:
+    config, plan = small(dp_replicate=2, dp_shard=1)
+    (traced,) = trace_places(config, plan, [0])
+    sharded = expected(Checkpointing.none, 0)["dp_shard", "reduce_scatter"]
+    once = Traffic(sharded.count // MICROBATCHES, sharded.size_bytes // MICROBATCHES)
+    assert traced.collectives["dp_replicate", "all_reduce"] == once
 
 
 def lose_the_norm() -> None:
