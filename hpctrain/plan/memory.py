@@ -173,13 +173,21 @@ def block_moments(shape: Shape, checkpointing: Checkpointing, weights: int, befo
     ]
 
 
+def kept_logits(shape: Shape) -> int:
+    """What the loss keeps of a microbatch from forward to backward, where it is not cut into chunks."""
+    if shape.model.loss_chunk_tokens:
+        return 0
+    return FP32 * shape.tokens * -(-shape.model.vocab_size // shape.tp)
+
+
 def head_moment(shape: Shape) -> Moment:
-    """The gradient of the head: a chunk's logits in fp32 and their gradient; the matrix's gradient, summed in
-    fp32 over chunks, and a chunk's part of it."""
-    tokens = min(shape.model.loss_chunk_tokens or shape.tokens, shape.tokens)
+    """The gradient of the head: a chunk's logits in fp32, unless all are kept, and their gradient; that of the
+    matrix, summed in fp32 over chunks, and a chunk's part of it."""
+    chunk = shape.model.loss_chunk_tokens
+    tokens = min(chunk or shape.tokens, shape.tokens)
     vocabulary = -(-shape.model.vocab_size // shape.tp)
-    logits = (FP32 + shape.element) * tokens * vocabulary
-    sums = FP32 if tokens < shape.tokens else shape.element
+    logits = ((FP32 if chunk else 0) + shape.element) * tokens * vocabulary
+    sums = FP32 if chunk else shape.element
     gradients = 0 if shape.model.lora.rank else (sums + shape.element) * shape.table
     return logits + 2 * shape.whole_hidden, gradients
 
@@ -255,6 +263,8 @@ class MemoryModel:
             gathered += FP32 * trained
         block = kept_bytes(shape, parallelism.checkpointing)
         kept = {stage: count * block + shared_bytes(shape) for stage, count in layers.items()}
+        if last:
+            kept[max(kept)] += kept_logits(shape)
         on_device = not parallelism.offload_optimizer
         moments = 2 if self.config.optim.kind is OptimizerKind.adamw else 1
         return RankMemory(

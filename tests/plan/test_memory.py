@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
-from hpctrain.config.schema import Config, DecoderConfig, TokenDataConfig
+from hpctrain.config.schema import Config, DecoderConfig, ParallelismConfig, Schedule, TokenDataConfig
 from hpctrain.models.decoder import Decoder
 from hpctrain.models.rope import make_rotation
 from hpctrain.plan.batch import BatchPlan
@@ -42,6 +44,22 @@ def test_middle_stage_of_the_chosen_layout_by_hand() -> None:
     assert memory.activations == 15 * ((4 + 1) * 2 * 4096 * 5120 // 2 + 4096**2 + 2 * 4 * 4096 * 128)
     # In the MLP: a block's weights in bf16, its first gradient, and the fp32 input of the reduction before.
     assert memory.gathered == (2 + 4) * 487_605_248 // 2 + 2 * 5120 * 27648 // 2
+
+
+@pytest.mark.parametrize(("schedule", "in_flight"), [("gpipe", 4), ("1f1b", 1)])
+def test_without_chunks_the_last_stage_keeps_the_logits_of_what_is_in_flight(
+    schedule: str, in_flight: int
+) -> None:
+    def last_place(chunk: int) -> RankMemory:
+        model = replace(QWEN_32B, loss_chunk_tokens=chunk)
+        parallelism = ParallelismConfig(schedule=Schedule[schedule])
+        config = Config(model=model, data=TokenDataConfig(sequence_length=4096), parallelism=parallelism)
+        batch = BatchPlan(global_batch_size=4, microbatch_size=1, num_microbatches=4)
+        layout = Layout(pp=2, dp_replicate=1, dp_shard=1, tp=1)
+        return make_memory_model(config, model, layout, batch).rank(1, {1: 32})
+
+    kept = last_place(0).activations - last_place(1024).activations
+    assert kept == in_flight * 4 * 4096 * 152_064
 
 
 def test_replicas_keep_a_second_set_of_reduced_gradients_until_backward_ends() -> None:
