@@ -181,8 +181,8 @@ def kept_logits(shape: Shape) -> int:
 
 
 def head_moment(shape: Shape) -> Moment:
-    """The gradient of the head: a chunk's logits in fp32, unless all are kept, and their gradient; the matrix's
-    gradient, summed in fp32 over chunks, and a chunk's part."""
+    """The gradient of the head: a chunk's logits in fp32, unless all are kept, and their gradient; that of
+    the matrix, summed in fp32 over chunks, and a chunk's part."""
     chunk = shape.model.loss_chunk_tokens
     tokens = min(chunk or shape.tokens, shape.tokens)
     vocabulary = -(-shape.model.vocab_size // shape.tp)
