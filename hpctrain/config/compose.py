@@ -15,9 +15,11 @@ from hpctrain.config.schema import (
     ClusterConfig,
     Config,
     DataConfig,
+    DecoderConfig,
     ModelConfig,
     OptimConfig,
     ParallelismConfig,
+    VisionConfig,
 )
 from hpctrain.errors import ConfigError
 
@@ -53,6 +55,8 @@ def resolve_config(cfg: DictConfig, experiment: str | None) -> Config:
     config.run_root = str(Path(config.run_root).expanduser().resolve())
     check_root(config.run_root)
     config.data.root = str(Path(config.data.root).expanduser().resolve())
+    if isinstance(config.model, DecoderConfig | VisionConfig) and config.model.pretrained is not None:
+        config.model.pretrained = str(Path(config.model.pretrained).expanduser().resolve())
     return config
 
 

@@ -90,7 +90,9 @@ def check_model(model: ModelConfig) -> None:
         folder = Path(model.pretrained)
         if not folder.is_dir():
             raise ConfigError(
-                f"model.pretrained={model.pretrained}", "no such folder", "a Hugging Face folder, or null"
+                f"model.pretrained={model.pretrained}",
+                "no such folder",
+                "a Hugging Face folder; null for random weights",
             )
         check_agreement(model, folder)
 
