@@ -169,6 +169,7 @@ def losses_and_keys(rank, world, faces, folder, compiled):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on the CPU needs g++")
+@pytest.mark.long  # a compiled replica is held to plain PyTorch in test_parity
 def test_a_compiled_backbone_trains_the_same_and_keeps_its_names(faces, tmp_path):
     plain = run_ranks(1, losses_and_keys, faces, tmp_path / "plain", False)[0]
     compiled = run_ranks(1, losses_and_keys, faces, tmp_path / "compiled", True, timeout_s=300)[0]

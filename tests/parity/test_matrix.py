@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import shutil
 from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from hpctrain.models import dropout
 from tests.helpers.ranks import run_ranks
 from tests.parity.cells import Cell, Told, in_float64, train_and_compare, train_plainly
 
+CAN_COMPILE = shutil.which("g++") is not None
 INTERLEAVED = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
 FOUR = {"num_microbatches": 4}
 
@@ -53,6 +55,7 @@ CELLS = [
     Cell(tp=2, checkpointing="selective", dropout=0.2),
     Cell(tp=2, sequence_parallel=True),
     Cell(tp=2, sequence_parallel=True, family="qwen2", tied=True),
+    Cell(tp=2, sequence_parallel=True, dropout=0.2),
     Cell(tp=2, sequence_parallel=True, dropout=0.2, checkpointing="full"),
     Cell(tp=2, sequence_parallel=True, lora=2, dropout=0.2),
     Cell(tp=2, sequence_parallel=True, chunk=5, packed=False),
@@ -101,9 +104,14 @@ CELLS = [
     Cell(dp_replicate=2, sequences=24, num_microbatches=3, precision="fp32"),
     Cell(pp=2, dp_shard=2, tp=2, sequence_parallel=True, checkpointing="full", precision="fp32"),
     # compiled blocks
-    Cell(compiled=True, layers=2),
     Cell(compiled=True, layers=2, tp=2, sequence_parallel=True),
+]
+# Compiling takes each rank a core for half a minute.
+LONG_CELLS = [
+    Cell(compiled=True, layers=2),
     Cell(compiled=True, layers=2, pp=2, dp_shard=2, checkpointing="full"),
+    Cell(compiled=True, layers=2, tp=2, checkpointing="selective", lora=2, dropout=0.2),
+    Cell(compiled=True, layers=4, pp=2, **INTERLEAVED, **FOUR),
 ]
 
 
@@ -126,8 +134,12 @@ def compare(cell: Cell, break_it: Callable[[], None] | None = None) -> list[str]
     return [line for lines in found for line in lines]
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize(
+    "cell", [*CELLS, *(pytest.param(cell, marks=pytest.mark.long) for cell in LONG_CELLS)], ids=str
+)
 def test_a_layout_equals_one_process(cell: Cell) -> None:
+    if cell.compiled and not CAN_COMPILE:
+        pytest.skip("torch.compile on the CPU needs g++")
     assert compare(cell) == []
 
 
@@ -153,7 +165,7 @@ def draw_cell(source: random.Random) -> Cell:
             lora=source.choice([0, 2]),
             chunk=source.choice([0, 5]),
             offload=source.random() < 0.2,
-            compiled=source.random() < 0.1,
+            compiled=source.random() < 0.1 and CAN_COMPILE,
             optimizer=source.choice(["adamw", "sgd"]),
         )
         # Compiling takes each rank a core for a while.
@@ -231,7 +243,7 @@ MUTATIONS = [
     ("mutation", "cell"), [pytest.param(*pair, id=pair[0].__name__) for pair in MUTATIONS]
 )
 def test_the_matrix_turns_red(mutation: Callable[[], None], cell: Cell) -> None:
-    assert compare(cell) == []
+    assert cell in CELLS  # which is green
     assert compare(cell, mutation) != []
 
 
