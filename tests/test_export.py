@@ -105,7 +105,8 @@ def embed(model: VisionModel, image: Image.Image) -> torch.Tensor:
 
 
 def docs_lines() -> str:
-    (block,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), flags=re.DOTALL)
+    (block,) = [block for block in blocks if "timm" in block]
     return str(block)
 
 
