@@ -25,8 +25,8 @@ LAYOUTS = [
     Cell(pp=2, dp_shard=2, checkpointing="full", chunk=5),
 ]
 # Unit roundoff of each format (Higham 2002, §2.1) times 50 for sums through three blocks; in fp32 times 150,
-# because AdamW turns rounding of small gradients into larger parts of a step. A gradient that was not unscaled,
-# or a lost rank, is off by a factor of 2 or more.
+# because AdamW turns rounding of small gradients into larger parts of a step. A gradient that was not
+# unscaled, or a lost rank, is off by a factor of 2 or more.
 RELATIVE = {"fp32": 9e-6, "bf16": 0.15, "fp16": 0.02}
 
 
