@@ -21,21 +21,22 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     if not any(isinstance(gradient, DTensor) for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients, foreach=True)
     shares = [_count_holders(gradient) for gradient in gradients]
-    norms = torch._foreach_norm([_local(gradient) for gradient in gradients])
+    norms = torch._foreach_norm([local_part(gradient) for gradient in gradients])
     wide = torch.promote_types(norms[0].dtype, torch.float32)
-    squares = torch.stack([n.to(wide).square() for n in norms])
-    total = (squares / torch.tensor(shares, dtype=wide).to(squares.device, non_blocking=True)).sum()
+    squares = torch._foreach_div([n.to(wide).square() for n in norms], shares)
+    total = torch.stack(squares).sum()
     dist.all_reduce(total)
     return total.sqrt()
 
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
     """Multiply all gradients by a device scalar."""
-    torch._foreach_mul_([_local(p.grad) for p in parameters if p.grad is not None], factor)
+    torch._foreach_mul_([local_part(p.grad) for p in parameters if p.grad is not None], factor)
 
 
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+def local_part(value: Tensor) -> Tensor:
+    """What this rank holds of a tensor: one multi-tensor call takes no whole tensors and pieces together."""
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _count_holders(gradient: Tensor) -> int:

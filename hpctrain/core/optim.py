@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpctrain.config.schema import OptimConfig, OptimizerKind
+from hpctrain.core.clip import local_part
 
 
 def build_optimizer(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.optim.Optimizer:
@@ -67,8 +68,8 @@ class Ema:
     def update(self) -> None:
         """After an optimizer step: average += (1 - decay) · (value - average)."""
         with torch.no_grad():
-            averages = [_local(average) for average in self.average.values()]
-            values = [_local(value) for value in self.values.values()]
+            averages = [local_part(average) for average in self.average.values()]
+            values = [local_part(value) for value in self.values.values()]
             torch._foreach_lerp_(averages, values, 1.0 - self.decay)
 
     def swap(self) -> None:
@@ -78,8 +79,3 @@ class Ema:
                 kept = value.detach().clone()
                 value.copy_(self.average[name])
                 self.average[name].copy_(kept)
-
-
-def _local(value: torch.Tensor) -> torch.Tensor:
-    # One multi-tensor call does not take whole tensors and pieces together.
-    return value.to_local() if isinstance(value, DTensor) else value
