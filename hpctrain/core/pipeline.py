@@ -128,20 +128,19 @@ class Pipeline:
     def connect(self) -> None:
         """Open every connection, so that a broken link is found before the first step and NCCL makes none in
         the middle of a schedule. Collective over the pipeline."""
-        token = torch.zeros(1, device=self.device)
         boundaries = range(self.num_stages - 1) if self.pp > 1 else range(0)
-        for down in (True, False):
+        for kind in Pass:
+            down = kind is Pass.forward
+            out, into = (self._to_after, self._from_before) if down else (self._to_before, self._from_after)
             for stage in boundaries if down else reversed(boundaries):
-                channels = (
-                    (self._to_after, self._from_before) if down else (self._to_before, self._from_after)
-                )
                 sender, receiver = (stage, stage + 1) if down else (stage + 1, stage)
-                group = channels[0].groups[self._wraps(stage)]
+                message = Action(kind, receiver, 0), self._wraps(stage)
                 if sender % self.pp == self.position:
-                    dist.isend(token, channels[0].peer, group=group).wait()  # type: ignore[union-attr]
+                    out.send(message[0], torch.zeros(1, device=self.device), message[1])
                 if receiver % self.pp == self.position:
-                    group = channels[1].groups[self._wraps(stage)]
-                    dist.irecv(token, channels[1].peer, group=group).wait()  # type: ignore[union-attr]
+                    into.expect([message])
+                    into.receive(message[0], lambda: torch.empty(1, device=self.device))
+        self._finish()
 
     def run(
         self,
@@ -185,9 +184,12 @@ class Pipeline:
                 left[stage] -= 1
                 before_backward(self.stages[stage], left[stage] == 0)
                 self._backward(action, *flying.pop((stage, number)))
+        self._finish()
+        return [outputs[number] for number in sorted(outputs)]
+
+    def _finish(self) -> None:
         for channel in (self._from_before, self._from_after, self._to_before, self._to_after):
             channel.finish()
-        return [outputs[number] for number in sorted(outputs)]
 
     def _input(self, action: Action, microbatch: Any, trains: bool) -> Tensor:
         if action.stage == 0:

@@ -23,6 +23,7 @@ def evaluate(rank: int, world: int, cell: Cell) -> tuple[list[float], list[float
     with in_float64():
         train = build(cell)
         hybrid = train.parallel
+        hybrid.start(list)
         train(microbatches_of(cell, 0, hybrid.dp_rank), 0)
         hybrid.model.eval()
         batches = microbatches_of(cell, 1, hybrid.dp_rank)
