@@ -127,10 +127,8 @@ def build_train_loader(
         ConfigError: the batch does not divide, or `samples_consumed` lies within a step.
         DataError: the split is empty.
     """
-    size, augmentation = (
-        _size(image_size),
-        Augmentation(data.random_crop_min_scale, data.flip, data.color_jitter),
-    )
+    size = _size(image_size)
+    augmentation = Augmentation(data.random_crop_min_scale, data.flip, data.color_jitter)
 
     def make(
         ids: Int64Array, is_real: npt.NDArray[np.bool_], epoch: int, step: int, batch_ids: Int64Array

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +125,17 @@ class TokenSource(Source):
             **self._training(),
         )
 
+    @cached_property
+    def _val_sequences(self) -> PackedSequences:
+        """Packed once, for all evaluations."""
+        assert self.val is not None
+        return PackedSequences(TokenSet(self.val), self.data.sequence_length)
+
     def eval_loader(
         self, *, rank: int, world: int, microbatch_size: int, pin_memory: bool
     ) -> EvalLoader[Any]:
-        assert self.val is not None
         return build_token_eval_loader(
-            PackedSequences(TokenSet(self.val), self.data.sequence_length),
+            self._val_sequences,
             batch_size=microbatch_size,  # what travels between pipeline stages has one shape
             rank=rank,
             world=world,
