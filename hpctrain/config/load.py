@@ -33,6 +33,11 @@ def conf_dir() -> Path:
     return installed if installed.is_dir() else checkout
 
 
+def user_conf_dir() -> Path:
+    """Directory of the user's own configs."""
+    return Path.home() / ".config" / "hpctrain"
+
+
 def to_config(cfg: DictConfig) -> Config:
     """The typed config behind a composed one, everything resolved. Raises ConfigError."""
     try:

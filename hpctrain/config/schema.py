@@ -156,6 +156,7 @@ class DecoderConfig(ModelConfig):
 class ParallelismConfig:
     """How the ranks share the work. At most one degree may be -1: it is filled in and printed."""
 
+    auto: bool = False  #: the planner chooses what of this group belongs to the layout
     pp: int = 1  #: pipeline stages
     dp_replicate: int = -1  #: data-parallel replicas
     dp_shard: int = 1  #: ranks that share one replica's parameters (FSDP)
@@ -180,7 +181,8 @@ class ClusterConfig:
 
     kind: ClusterKind = ClusterKind.local
     device: Device = Device.cpu
-    hardware: str = "cpu"  #: entry of the hardware catalogue (plan/hardware.py): peak FLOP/s, memory
+    hardware: str = "cpu"  #: file of figures: your own from `hpctrain calibrate`, or conf/cluster/hardware/
+    figures: dict[str, float] = field(default_factory=dict)  #: figures that replace that file's
     num_nodes: int = 1
     ranks_per_node: int = 2  #: one rank per GPU
     cpus_per_rank: int = 1  #: cores per rank: the training loop and its loader workers
@@ -297,6 +299,22 @@ class ProfileConfig:
 
 
 @dataclass(kw_only=True)
+class PlanConfig:
+    """What the planner is told beyond the run itself."""
+
+    force: bool = False  #: submit what the plan refuses for memory, deadline or time limit
+    price_per_gpu_hour: float | None = None  #: null for no costs
+    currency: str = "USD"  #: a label
+    hours_per_day: float = 24.0  #: that the nodes are ours
+    interruptions_per_day: float = 1.0  #: preemptions and failures, while it runs
+    max_nodes: int = 16  #: largest cluster that the planner looks at when it has a deadline
+    num_samples: int | None = None  #: images of an epoch, where they are not packed yet
+    num_tokens: int | None = None  #: tokens of an epoch, where they are not packed yet
+    image_megapixels: float = 0.25  #: of a stored image, where they are not packed yet
+    image_bytes: float | None = None  #: of a stored image; null reckons 0.15 bytes a pixel
+
+
+@dataclass(kw_only=True)
 class Config:
     """A whole run."""
 
@@ -311,6 +329,8 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    deadline: str | None = None  #: 36h, 5d, 90m: the run has to be done within it; null for no deadline
     log_every_steps: int = 10
     eval_every_epochs: int = 1  #: 0 evaluates only at the end
     deterministic: bool = False  #: on CUDA: deterministic kernels, so that resume is bit-exact

@@ -28,7 +28,6 @@ from hpctrain.data.order import samples_after
 from hpctrain.data.source import open_source
 from hpctrain.models.registry import resolve_spec
 from hpctrain.models.spec import make_parameter_groups
-from hpctrain.plan.hardware import find_hardware
 from hpctrain.plan.layout import AXES
 from hpctrain.plan.plan import RunPlan
 from hpctrain.run.causes import CauseKind
@@ -117,10 +116,7 @@ class Training:
         self.reporter = None
         self.grad_norm = torch.zeros((), device=mesh.device)
         self.deferred = Deferred(mesh.device)
-        hardware = find_hardware(config.cluster.hardware)
-        peak = hardware.fp32_tflops if config.optim.precision is Precision.fp32 else hardware.bf16_tflops
-        if peak is not None and config.optim.fp16_accumulation:
-            peak *= 2  # GeForce; NVIDIA Ada whitepaper, table 2
+        peak = self.plan.peak_tflops
         flops = None
         if peak is not None and not self.finished:
             flops = self.parallel.flops_per_sample(self.feed.peek)

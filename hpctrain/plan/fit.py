@@ -7,7 +7,7 @@ from operator import add
 
 from hpctrain.config.schema import Config, DecoderConfig
 from hpctrain.plan.batch import BatchPlan
-from hpctrain.plan.hardware import CATALOGUE
+from hpctrain.plan.hardware import hardware_of
 from hpctrain.plan.layout import Layout
 from hpctrain.plan.memory import GIB, MemoryModel, RankMemory, fullest, make_memory_model
 from hpctrain.plan.stages import Stages, cheapest_counts, split_layers, stage_flops
@@ -19,7 +19,7 @@ def fit_stages(
     """Stages, the memory of their ranks, and the finding if a rank has not enough. A list of layers in the
     config is taken as it is."""
     memory_model = make_memory_model(config, model, layout, batch)
-    usable_gib = CATALOGUE[config.cluster.hardware].memory_gib
+    usable_gib = hardware_of(config.cluster).get("usable_gib")
     usable = None if usable_gib is None else int(usable_gib * GIB)
     counts = config.parallelism.layers_per_stage or find_counts(memory_model, usable)
     stages = tuple((layers.start, layers.stop) for layers in split_layers(counts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hpctrain.config.hardware import find_hardware
 from hpctrain.config.schema import (
     Checkpointing,
     ClusterKind,
@@ -15,13 +16,13 @@ from hpctrain.config.schema import (
     TokenDataConfig,
     VisionConfig,
 )
+from hpctrain.errors import ConfigError
 from hpctrain.plan.decoder_legality import (
     choice_findings,
     decoder_layout_findings,
     model_findings,
     size_findings,
 )
-from hpctrain.plan.hardware import CATALOGUE
 from hpctrain.plan.layout import Layout
 
 DATA_OF = {"vision": "images", "decoder": "tokens"}  # kind of model: kind of data that it reads
@@ -62,8 +63,10 @@ def combination_findings(config: Config) -> list[str]:
         )
     if on_cpu and config.optim.precision is Precision.bf16:
         found.append("optim.precision=bf16 on the CPU would be slower than fp32 and prove nothing; use fp32")
-    if cluster.hardware not in CATALOGUE:
-        found.append(f"cluster.hardware={cluster.hardware}: the catalogue has {', '.join(CATALOGUE)}")
+    try:
+        find_hardware(cluster.hardware, cluster.figures)
+    except ConfigError as error:
+        found.append(f"{error.asked}: {error.found}")
     if cluster.kind is ClusterKind.local and cluster.num_nodes != 1:
         found.append(
             f"cluster.num_nodes={cluster.num_nodes} with cluster.kind=local: this machine is one node; use 1"

@@ -11,7 +11,7 @@ from hpctrain.errors import PlanError
 from hpctrain.plan.batch import BatchPlan, resolve_batch
 from hpctrain.plan.decoder_legality import batch_findings, can_be_cut
 from hpctrain.plan.fit import fit_stages
-from hpctrain.plan.hardware import CATALOGUE
+from hpctrain.plan.hardware import hardware_of, peak_tflops
 from hpctrain.plan.layout import Layout, resolve_layout
 from hpctrain.plan.legality import combination_findings, layout_findings, range_findings
 from hpctrain.plan.memory import GIB, RankMemory, fullest
@@ -31,6 +31,7 @@ class RunPlan:
     stages: Stages = ()  #: of a decoder: first block of each stage, and the one after its last
     memory: tuple[RankMemory, ...] = ()  #: of a decoder: what each place of the pipeline needs
     usable_gib: float | None = None  #: memory of a device that a process can use
+    peak_tflops: float | None = None  #: of a device at the run's precision
     places: tuple[str, ...] = ()  #: where the ranks of each axis sit, and warnings
 
     def to_json(self) -> str:
@@ -109,6 +110,7 @@ def make_plan(config: Config) -> RunPlan:
         batch=batch,
         stages=stages,
         memory=memory,
-        usable_gib=CATALOGUE[cluster.hardware].memory_gib if stages else None,
+        usable_gib=hardware_of(cluster).get("usable_gib"),
+        peak_tflops=peak_tflops(hardware_of(cluster), config.optim),
         places=tuple(placement_notes(cluster, layout)),
     )

@@ -16,7 +16,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import HydraContext, RunMode, TaskFunction
 from omegaconf import DictConfig, flag_override
 
-from hpctrain.config.load import conf_dir
+from hpctrain.config.load import conf_dir, user_conf_dir
 
 
 class HpctrainLauncher(Launcher):
@@ -43,7 +43,7 @@ class UserConfigPath(SearchPathPlugin):
     """Finds `~/.config/hpctrain` without a flag, after the shipped configs and `--config-dir`."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        folder = Path.home() / ".config" / "hpctrain"
+        folder = user_conf_dir()
         if not folder.is_dir():
             return
         # Hydra adds --config-dir only after the plug-ins; named here first, it wins over the user's folder.

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpctrain.config.hardware import find_hardware
 from hpctrain.config.schema import Config, DecoderConfig, ParallelismConfig, Schedule, TokenDataConfig
 from hpctrain.models.decoder import Decoder
 from hpctrain.models.rope import make_rotation
 from hpctrain.plan.batch import BatchPlan
-from hpctrain.plan.hardware import find_hardware
 from hpctrain.plan.layout import Layout
 from hpctrain.plan.memory import GIB, RankMemory, Shape, make_memory_model, saved_bytes
 from tests.plan.large import LAYOUTS, QWEN_32B, SIXTEEN, memory_of, table_rows
 
-USABLE = find_hardware("rtx4090").memory_gib or 0.0
+USABLE = find_hardware("rtx4090")["usable_gib"]
 
 
 def worst_gib(name: str, sequence_parallel: bool = True) -> float:

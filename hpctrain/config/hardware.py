@@ -1,0 +1,161 @@
+"""What a device, its node and its network can do: figures with their ranges, kinds and sources.
+
+`conf/cluster/hardware/` has those of data sheets and reports; `hpctrain calibrate` writes those of a cluster into
+`~/.config/hpctrain/cluster/hardware/`, which are read instead where the names are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpctrain.config.load import conf_dir, user_conf_dir
+from hpctrain.errors import ConfigError
+
+KINDS = ("measured", "data_sheet", "reported", "guess")
+
+# Every figure and what it means. Bandwidths are decimal: 1 GB/s is 1e9 bytes a second. The bus bandwidth of a
+# collective is that of nccl-tests: bytes · (n-1)/n / time of a gather or a reduction among n ranks, twice that
+# of an all-reduce; measured while all groups of the node do the same.
+FIGURES = {
+    "bf16_tflops": "dense products of bf16 and fp16, summed in fp32",
+    "fp16_accumulation_tflops": "dense products of fp16, summed in fp16",
+    "tf32_tflops": "dense products of fp32 with TF32",
+    "fp32_tflops": "products of fp32 without TF32",
+    "memory_gib": "memory of a device",
+    "usable_gib": "what tensors and NCCL can take of it: without the driver and the CUDA context",
+    "memory_gbps": "bandwidth of a device's memory",
+    "matmul_efficiency": "share of the peak that a decoder's large products reach",
+    "attention_efficiency": "share of the peak that causal attention reaches",
+    "convnet_efficiency": "share of the peak that convolutional backbones reach in training",
+    "transformer_efficiency": "share of the peak that vision transformers reach in training",
+    "host_gbps": "between a device and host memory, a direction, all devices of a node at once",
+    "root_gbps": "bus bandwidth of a collective of two devices under one PCIe root",
+    "node2_gbps": "bus bandwidth of a collective of two devices of a node",
+    "node4_gbps": "bus bandwidth of a collective of four devices of a node",
+    "node8_gbps": "bus bandwidth of a collective of eight devices of a node",
+    "send_gbps": "from a device to another of its node",
+    "node_latency_us": "of each hop of a collective within a node",
+    "network_gbps": "of a node, a direction, all its ranks together",
+    "network_latency_us": "of each hop of a collective between nodes",
+    "overlap": "share of data-parallel communication that can hide behind computation",
+    "host_memory_gib": "host memory of a node",
+    "cores": "cores of a node",
+    "host_memory_gbps": "bandwidth of a node's host memory, which updates of offloaded weights use",
+    "storage_gbps": "reads of a node from the data's storage",
+    "storage_total_gbps": "reads of all nodes together from the data's storage",
+    "write_gbps": "writes of all nodes together to the run directory's storage",
+    "decode_ms": "a core's time for an image, whatever its size",
+    "decode_ms_per_megapixel": "a core's time to decode and augment a megapixel of JPEG",
+    "requeue_s": "from the end of a start until the next one trains",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A number, the range it is likely in, how it is known, and from where."""
+
+    value: float
+    low: float
+    high: float
+    kind: str  #: one of KINDS
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Figures by name. `hardware["bf16_tflops"]` is the value."""
+
+    name: str
+    figures: Mapping[str, Figure]
+
+    def __getitem__(self, figure: str) -> float:
+        return self.figures[figure].value
+
+    def __contains__(self, figure: str) -> bool:
+        return figure in self.figures
+
+    def get(self, figure: str) -> float | None:
+        return self.figures[figure].value if figure in self.figures else None
+
+    def with_value(self, figure: str, value: float) -> Hardware:
+        """The same but for one value, taken as certain."""
+        known = self.figures.get(figure) or Figure(
+            value=value, low=value, high=value, kind="guess", source=""
+        )
+        changed = replace(known, value=value, low=value, high=value)
+        return Hardware(self.name, {**self.figures, figure: changed})
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "figures": {name: asdict(figure) for name, figure in self.figures.items()}}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Hardware:
+        return cls(fields["name"], {name: Figure(**figure) for name, figure in fields["figures"].items()})
+
+
+def hardware_folders() -> tuple[Path, ...]:
+    """Where hardware files are looked for, first to last."""
+    return user_conf_dir() / "cluster" / "hardware", conf_dir() / "cluster" / "hardware"
+
+
+def known_hardware() -> list[str]:
+    return sorted({path.stem for folder in hardware_folders() for path in folder.glob("*.yaml")})
+
+
+def find_hardware(name: str, figures: Mapping[str, float] | None = None) -> Hardware:
+    """The figures of that name: the user's own file if there is one, else the shipped one.
+
+    Args:
+        figures: values that replace those of the file (`cluster.figures`).
+
+    Raises:
+        ConfigError: no such file, or what it says is no figure.
+    """
+    hardware = _read(name, hardware_folders())
+    for figure, value in (figures or {}).items():
+        if figure not in FIGURES:
+            raise ConfigError(f"cluster.figures.{figure}={value}", f"figures: {', '.join(FIGURES)}")
+        given = Figure(value=value, low=value, high=value, kind="measured", source="cluster.figures")
+        hardware = Hardware(hardware.name, {**hardware.figures, figure: given})
+    return hardware
+
+
+@cache
+def _read(name: str, folders: tuple[Path, ...]) -> Hardware:
+    for folder in folders:
+        path = folder / f"{name}.yaml"
+        if path.is_file():
+            return parse_hardware(name, path.read_text(), str(path))
+    raise ConfigError(f"cluster.hardware={name}", f"the catalogue has {', '.join(known_hardware())}")
+
+
+def parse_hardware(name: str, text: str, where: str) -> Hardware:
+    """Figures from YAML: `bf16_tflops: {value: 165.2, kind: data_sheet, source: …}`, with `low` and `high`
+    where the value is not certain. Raises ConfigError."""
+    try:
+        raw = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+        figures = {figure: _figure(figure, **fields) for figure, fields in raw.items()}
+    except (yaml.YAMLError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"cluster.hardware={name}: {where}", str(error), "value, kind and source for each figure"
+        ) from None
+    return Hardware(name, figures)
+
+
+def _figure(
+    name: str, *, value: float, kind: str, source: str, low: float | None = None, high: float | None = None
+) -> Figure:
+    if name not in FIGURES:
+        raise ValueError(f"{name} is no figure; figures: {', '.join(FIGURES)}")
+    if kind not in KINDS:
+        raise ValueError(f"{name}: kind {kind}; kinds: {', '.join(KINDS)}")
+    low, high = value if low is None else low, value if high is None else high
+    if not 0 < low <= value <= high:
+        raise ValueError(f"{name}: 0 < low {low} <= value {value} <= high {high} does not hold")
+    return Figure(value=float(value), low=float(low), high=float(high), kind=kind, source=source)
