@@ -1,7 +1,7 @@
 """What a device, its node and its network can do: figures with their ranges, kinds and sources.
 
-`conf/cluster/hardware/` has those of data sheets and reports; `hpctrain calibrate` writes those of a cluster into
-`~/.config/hpctrain/cluster/hardware/`, which are read instead where the names are the same.
+`conf/cluster/hardware/` has those of data sheets and reports; `hpctrain calibrate` writes those of a cluster
+into `~/.config/hpctrain/cluster/hardware/`, which are read instead where the names are the same.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from hpctrain.config.load import conf_dir, user_conf_dir
 from hpctrain.errors import ConfigError
 
 KINDS = ("measured", "data_sheet", "reported", "guess")
 
-# Every figure and what it means. Bandwidths are decimal: 1 GB/s is 1e9 bytes a second. The bus bandwidth of a
-# collective is that of nccl-tests: bytes · (n-1)/n / time of a gather or a reduction among n ranks, twice that
-# of an all-reduce; measured while all groups of the node do the same.
+# Every figure and what it means. Bandwidths are decimal: 1 GB/s is 1e9 bytes a second. The bus bandwidth of
+# a collective is that of nccl-tests: bytes · (n-1)/n / time of a gather or a reduction among n ranks, twice
+# that of an all-reduce; measured while all groups of the node do the same.
 FIGURES = {
     "bf16_tflops": "dense products of bf16 and fp16, summed in fp32",
     "fp16_accumulation_tflops": "dense products of fp16, summed in fp16",
@@ -85,10 +85,7 @@ class Hardware:
 
     def with_value(self, figure: str, value: float) -> Hardware:
         """The same but for one value, taken as certain."""
-        known = self.figures.get(figure) or Figure(
-            value=value, low=value, high=value, kind="guess", source=""
-        )
-        changed = replace(known, value=value, low=value, high=value)
+        changed = replace(self.figures[figure], value=value, low=value, high=value)
         return Hardware(self.name, {**self.figures, figure: changed})
 
     def to_dict(self) -> dict[str, Any]:
