@@ -110,6 +110,8 @@ class NodeInfo:
     num_cpus: int
     memory_mib: int
     reason: str  #: why it is down or drained
+    features: tuple[str, ...] = ()  #: what `--constraint` may ask for
+    partitions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def parse_version(text: str) -> tuple[int, int]:
 
 def parse_jobs(text: str) -> list[JobInfo]:
     """What `scontrol show job` prints."""
-    return [_job(record) for record in _records(text) if "JobId" in record]
+    return [_job(record) for record in parse_records(text) if "JobId" in record]
 
 
 def _job(record: dict[str, str]) -> JobInfo:
@@ -161,9 +163,9 @@ def _job(record: dict[str, str]) -> JobInfo:
         nodes=_text(record, "NodeList"),
         batch_host=_text(record, "BatchHost"),
         time_limit_s=parse_duration_s(record["TimeLimit"]),
-        start_time_s=_time_s(record.get("StartTime", "")),
-        end_time_s=_time_s(record.get("EndTime", "")),
-        preempt_time_s=_time_s(record.get("PreemptTime", "")),
+        start_time_s=parse_time_s(record.get("StartTime", "")),
+        end_time_s=parse_time_s(record.get("EndTime", "")),
+        preempt_time_s=parse_time_s(record.get("PreemptTime", "")),
         work_dir=_text(record, "WorkDir"),
     )
 
@@ -172,7 +174,8 @@ def parse_queue(text: str) -> list[QueueEntry]:
     """What `queue` has squeue print; a name may hold a `|`."""
     rows = [line.split("|", 7) for line in text.splitlines() if line.strip()]
     return [
-        QueueEntry(i, s, p, n, r, _time_s(start), user, name) for i, s, p, n, r, start, user, name in rows
+        QueueEntry(i, s, p, n, r, parse_time_s(start), user, name)
+        for i, s, p, n, r, start, user, name in rows
     ]
 
 
@@ -189,8 +192,8 @@ def parse_accounting(text: str) -> list[AccountingRecord]:
                 exit_code=int(exit_code),
                 signal=int(signal or 0),
                 nodes="" if nodelist == "None assigned" else nodelist,
-                start_time_s=_time_s(start),
-                end_time_s=_time_s(end),
+                start_time_s=parse_time_s(start),
+                end_time_s=parse_time_s(end),
                 elapsed_s=int(elapsed),
             )
         )
@@ -209,8 +212,10 @@ def parse_nodes(text: str) -> list[NodeInfo]:
             num_cpus=int(record["CPUTot"]),
             memory_mib=int(record["RealMemory"]),
             reason=_text(record, "Reason"),
+            features=_names(record, "ActiveFeatures"),
+            partitions=_names(record, "Partitions"),
         )
-        for record in _records(text)
+        for record in parse_records(text)
         if "NodeName" in record
     ]
 
@@ -229,7 +234,7 @@ def parse_partitions(text: str) -> list[PartitionInfo]:
             grace_time_s=int(record["GraceTime"]),
             preempt_mode=record["PreemptMode"],
         )
-        for record in _records(text)
+        for record in parse_records(text)
         if "PartitionName" in record
     ]
 
@@ -243,7 +248,13 @@ def parse_duration_s(text: str) -> int | None:
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def _records(text: str) -> Iterator[dict[str, str]]:
+def parse_tables(text: str) -> list[dict[str, str]]:
+    """Rows of a table that `--parsable2` printed with its header; names and values without indentation."""
+    lines = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.strip()]
+    return [dict(zip(lines[0], line, strict=False)) for line in lines[1:]]
+
+
+def parse_records(text: str) -> Iterator[dict[str, str]]:
     """Records of `scontrol show`, separated by blank lines; the first of two equal keys counts."""
     for block in re.split(r"\n\s*\n", text):
         record: dict[str, str] = {}
@@ -267,7 +278,11 @@ def _text(record: dict[str, str], key: str) -> str:
     return "" if value in ("(null)", "None", "N/A") else value
 
 
-def _time_s(text: str) -> float | None:
+def _names(record: dict[str, str], key: str) -> tuple[str, ...]:
+    return tuple(name for name in _text(record, key).split(",") if name)
+
+
+def parse_time_s(text: str) -> float | None:
     """Local time as Slurm prints it, to seconds since the epoch; Unknown, None, N/A to None."""
     try:
         return datetime.fromisoformat(text).timestamp()
