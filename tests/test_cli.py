@@ -379,7 +379,9 @@ def test_status_without_a_name_lists_the_runs(run: Run, tmp_path: Path) -> None:
 
 def test_the_plan_says_what_the_data_mean_for_it(run: Run, tmp_path: Path) -> None:
     root = packed(tmp_path / "photos")
-    (root / "train" / "meta.json").write_text(json.dumps({"num_samples": 80, "identities": ["a", "b", "c"]}))
+    (root / "train" / "meta.json").write_text(
+        json.dumps({"num_samples": 80, "identities": ["a", "b", "c"], "shards": []})
+    )
     options = (LAPTOP, f"data.root={root}", "data.synthetic_identities=0", "optim.num_epochs=5")
     said = run("plan", *options, "optim.global_batch_size=64").out
     assert "80 images of 3 people, 2 steps an epoch, 10 in all" in said

@@ -20,6 +20,7 @@ from hpctrain.config.schema import (
     VisionConfig,
 )
 from hpctrain.errors import ConfigError
+from hpctrain.plan.supply import JPEG_BYTES_PER_PIXEL, TOKEN_BYTES, Workload
 
 
 def check_data(config: Config) -> None:
@@ -53,6 +54,33 @@ def _read_meta(config: Config) -> dict[str, Any] | None:
         return None
     meta: dict[str, Any] = json.loads(path.read_text())
     return meta
+
+
+def find_workload(config: Config) -> Workload | None:
+    """What an epoch reads: packed data as counted, else what `plan.num_samples` or `plan.num_tokens` says."""
+    meta, told = _read_meta(config), config.plan
+    if isinstance(config.data, TokenDataConfig):
+        num_tokens = meta["num_tokens"] if meta else told.num_tokens
+        if num_tokens is None:
+            return None
+        length = config.data.sequence_length
+        return Workload(
+            num_samples=-(-num_tokens // length),
+            sample_bytes=length * TOKEN_BYTES,
+            is_packed=meta is not None,
+        )
+    pixel_bytes = JPEG_BYTES_PER_PIXEL * 1e6
+    if meta is not None:
+        size = sum(shard["size_bytes"] for shard in meta["shards"]) / max(1, meta["num_samples"])
+        return Workload(num_samples=meta["num_samples"], sample_bytes=size, megapixels=size / pixel_bytes)
+    if told.num_samples is None:
+        return None
+    return Workload(
+        num_samples=told.num_samples,
+        sample_bytes=told.image_bytes or told.image_megapixels * pixel_bytes,
+        megapixels=told.image_megapixels,
+        is_packed=False,
+    )
 
 
 def data_lines(config: Config) -> list[str]:

@@ -17,12 +17,14 @@ from hpctrain.config.schema import (
 )
 from hpctrain.errors import ConfigError, PlanError
 from hpctrain.launch.environment import allocation, submit_folder
-from hpctrain.launch.inputs import check_data, check_model, draw_data
+from hpctrain.launch.inputs import check_data, check_model, draw_data, find_workload
 from hpctrain.launch.script import check_options, check_sbatch, clean_environment, make_executor, refused
 from hpctrain.launch.snapshot import code_digest, current_code, freeze_code, package_root, source_facts
 from hpctrain.launch.supervise import supervise
 from hpctrain.plan.plan import RunPlan, make_plan
+from hpctrain.plan.sizing import choose
 from hpctrain.run.directory import RunDirectory, write_json
+from hpctrain.run.exhausted import find_out_of_memory
 from hpctrain.run.identity import differences, digest
 from hpctrain.run.ledger import Ledger
 
@@ -55,10 +57,10 @@ def run_directory(config: Config) -> RunDirectory:
 
 
 def checked_plan(config: Config) -> RunPlan:
-    """The plan, once everything that can be known ahead of queueing is known. Raises HpctrainError with all
-    findings together."""
+    """The plan, once everything that can be known ahead of queueing is known. What the planner was asked to
+    choose is filled in. Raises HpctrainError with all findings together."""
     try:
-        plan = make_plan(config)
+        plan = planned(config)
     except PlanError as refusal:
         try:
             check_data(config)
@@ -68,6 +70,16 @@ def checked_plan(config: Config) -> RunPlan:
     check_data(config)
     check_model(config.model)
     return plan
+
+
+def planned(config: Config) -> RunPlan:
+    """Fill in what the planner is asked to choose, the number of nodes and the layout, and plan. Raises
+    PlanError."""
+    exhausted = find_out_of_memory(Path(config.run_root))
+    workload = find_workload(config)
+    chosen = choose(config, workload, frozenset(exhausted))
+    config.cluster, config.parallelism = chosen.cluster, chosen.parallelism
+    return make_plan(config, workload, exhausted)
 
 
 def check_identity(run: RunDirectory, config: Config) -> None:
@@ -196,7 +208,7 @@ def render(config: Config) -> str:
             "cluster.kind=local sends nothing",
             "choose a Slurm cluster: cluster=rtx4090",
         )
-    make_plan(config)
+    planned(config)
     check_options(config.cluster)
     run = run_directory(config)
     with clean_environment():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,12 +12,16 @@ from hpctrain.errors import PlanError
 from hpctrain.plan.batch import BatchPlan, resolve_batch
 from hpctrain.plan.decoder_legality import batch_findings, can_be_cut
 from hpctrain.plan.fit import fit_stages
+from hpctrain.plan.forecast import Forecast, make_forecast
+from hpctrain.plan.forecast_text import forecast_lines, time_findings
 from hpctrain.plan.hardware import hardware_of, peak_tflops
 from hpctrain.plan.layout import Layout, resolve_layout
 from hpctrain.plan.legality import combination_findings, layout_findings, range_findings
 from hpctrain.plan.memory import GIB, RankMemory, fullest
 from hpctrain.plan.placement import placement_findings, placement_notes
+from hpctrain.plan.points import memory_point
 from hpctrain.plan.stages import Stages, stage_findings
+from hpctrain.plan.supply import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +38,9 @@ class RunPlan:
     usable_gib: float | None = None  #: memory of a device that a process can use
     peak_tflops: float | None = None  #: of a device at the run's precision
     places: tuple[str, ...] = ()  #: where the ranks of each axis sit, and warnings
+    forecast: Forecast | None = None  #: None where the figures of the hardware are not known
+    point: str = ""  #: what decides how much memory it takes (`memory_point`)
+    warnings: tuple[str, ...] = ()  #: what `plan.force` let pass
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, sort_keys=True)
@@ -45,6 +53,9 @@ class RunPlan:
         fields["stages"] = tuple((first, end) for first, end in fields.get("stages", ()))
         fields["places"] = tuple(fields.get("places", ()))
         fields["memory"] = tuple(RankMemory(**rank) for rank in fields.get("memory", ()))
+        fields["warnings"] = tuple(fields.get("warnings", ()))
+        if fields.get("forecast") is not None:
+            fields["forecast"] = Forecast.from_dict(fields["forecast"])
         return cls(**fields)
 
     def lines(self) -> list[str]:
@@ -61,6 +72,8 @@ class RunPlan:
             f"{batch.num_microbatches} microbatches × {batch.microbatch_size}",
             *(f"{'places' if index == 0 else '':<8}{note}" for index, note in enumerate(self.places)),
             *self._stage_lines(),
+            *(forecast_lines(self.forecast) if self.forecast else []),
+            *(f"forced  {warning}" for warning in self.warnings),
         ]
 
     def _stage_lines(self) -> list[str]:
@@ -78,13 +91,21 @@ class RunPlan:
         ]
 
 
-def make_plan(config: Config) -> RunPlan:
-    """Check everything that can be checked without data; raise PlanError with all findings together."""
+def make_plan(
+    config: Config, workload: Workload | None = None, exhausted: Mapping[str, str] | None = None
+) -> RunPlan:
+    """Check everything that can be checked without data; raise PlanError with all findings together.
+
+    Args:
+        workload: what an epoch reads; None where nobody knows.
+        exhausted: points at which memory ran out before, and in which run.
+    """
     cluster, model = config.cluster, config.model
     findings = range_findings(config) + combination_findings(config)
     layout = batch = None
     stages: Stages = ()
     memory: tuple[RankMemory, ...] = ()
+    doubts: list[str] = []
     if cluster.num_nodes > 0 and cluster.ranks_per_node > 0:
         layout, found = resolve_layout(config.parallelism, cluster.num_nodes, cluster.ranks_per_node)
         findings += found
@@ -98,10 +119,20 @@ def make_plan(config: Config) -> RunPlan:
         findings += batch_findings(config, layout, batch)
         findings += stage_findings(model, config.parallelism, layout.pp)
         if not findings:
-            stages, memory, findings = fit_stages(config, model, layout, batch)
+            stages, memory, doubts = fit_stages(config, model, layout, batch)
     if findings:
-        raise PlanError("the plan refuses this run:" + "".join(f"\n  - {finding}" for finding in findings))
+        raise _refusal(findings)
     assert layout is not None and batch is not None
+    hardware, point = hardware_of(cluster), memory_point(config, layout, batch)
+    forecast = make_forecast(config, layout, batch, stages, hardware, workload)
+    if exhausted and point in exhausted:
+        doubts.append(
+            f"memory ran out with this model, layout and microbatch before, in run {exhausted[point]}; "
+            "a smaller parallelism.microbatch_size, parallelism.checkpointing=full, or more ranks"
+        )
+    doubts += time_findings(config, forecast)
+    if doubts and not config.plan.force:
+        raise _refusal([*doubts, "plan.force=true submits it all the same"])
     return RunPlan(
         world_size=layout.world_size,
         num_nodes=cluster.num_nodes,
@@ -110,7 +141,14 @@ def make_plan(config: Config) -> RunPlan:
         batch=batch,
         stages=stages,
         memory=memory,
-        usable_gib=hardware_of(cluster).get("usable_gib"),
-        peak_tflops=peak_tflops(hardware_of(cluster), config.optim),
+        usable_gib=hardware.get("usable_gib"),
+        peak_tflops=peak_tflops(hardware, config.optim),
         places=tuple(placement_notes(cluster, layout)),
+        forecast=forecast,
+        point=point,
+        warnings=tuple(doubts),
     )
+
+
+def _refusal(findings: list[str]) -> PlanError:
+    return PlanError("the plan refuses this run:" + "".join(f"\n  - {finding}" for finding in findings))

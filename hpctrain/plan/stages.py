@@ -78,3 +78,8 @@ def stage_flops(config: Config, model: DecoderConfig, layers: int, has_head: boo
     return layers * passes * block_forward_flops(model, length) + has_head * 4 * head_forward_flops(
         model, length
     )
+
+
+def block_worth(config: Config, model: DecoderConfig) -> float:
+    """Time of the head in blocks."""
+    return stage_flops(config, model, 0, has_head=True) / stage_flops(config, model, 1, has_head=False)

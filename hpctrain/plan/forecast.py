@@ -1,0 +1,194 @@
+"""When a run will be done, what it costs, and what it writes, as far as figures are known."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from hpctrain.config.hardware import Hardware
+from hpctrain.config.schema import Config, DecoderConfig, OptimizerKind, TokenDataConfig, VisionConfig
+from hpctrain.plan.backbones import backbone_costs
+from hpctrain.plan.batch import BatchPlan
+from hpctrain.plan.costs import trainable_parameters
+from hpctrain.plan.layout import Layout
+from hpctrain.plan.stages import Stages
+from hpctrain.plan.steptime import predict_step
+from hpctrain.plan.supply import Supply, Workload, data_supply
+from hpctrain.plan.uncertainty import Influence, Interval, propagate
+
+DAY_S = 86_400.0
+SAVE_MEETING_S = 2.0  # folders, hashes and the ranks' agreement, whatever the size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """The time side of a plan. Seconds; a total is time in which the nodes are ours."""
+
+    step_s: Interval
+    parts: dict[str, float]  #: seconds of a step by cause, of the expected one
+    influences: tuple[Influence, ...]  #: figures whose ranges move the step, most influential first
+    samples_per_step: int
+    tokens_per_sample: int  #: 0 for images
+    save_s: Interval
+    checkpoint_bytes: int
+    disk_bytes: int  #: all checkpoints that are kept, and one that is being written
+    supply: Supply | None = None
+    num_steps: int | None = None  #: None where nobody knows how many samples there are
+    total_s: Interval | None = None
+    one_device_s: float | None = None  #: the same training on one device, where it fits
+    is_assumed: bool = False  #: the number of samples is `plan.num_samples`, not counted in packed data
+    deadline_s: float | None = None
+    days: Interval | None = None  #: calendar days, with the hours a day that the nodes are ours
+    cost: Interval | None = None  #: of all devices, in `currency`
+    currency: str = ""
+
+    @property
+    def samples_per_s(self) -> Interval:
+        step = self.step_s
+        return Interval(*(self.samples_per_step / seconds for seconds in (step.high, step.mid, step.low)))
+
+    @property
+    def speed_up(self) -> float | None:
+        if self.one_device_s is None or self.num_steps is None:
+            return None
+        return self.one_device_s / (self.num_steps * self.step_s.mid)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Forecast:
+        intervals = ("step_s", "save_s", "total_s", "days", "cost")
+        fields |= {name: Interval(**fields[name]) for name in intervals if fields[name] is not None}
+        fields["influences"] = tuple(Influence(**each) for each in fields["influences"])
+        fields["supply"] = Supply(**fields["supply"]) if fields["supply"] is not None else None
+        return cls(**fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_forecast(
+    config: Config,
+    layout: Layout,
+    batch: BatchPlan,
+    stages: Stages,
+    hardware: Hardware,
+    workload: Workload | None,
+) -> Forecast | None:
+    """Predict a run's time; None where the figures or the model's costs are not known."""
+    parts = step_parts(config, layout, batch, stages, hardware, workload)
+    if parts is None:
+        return None
+
+    def step_s(hardware: Hardware) -> float:
+        found = step_parts(config, layout, batch, stages, hardware, workload)
+        assert found is not None
+        return sum(found.values())
+
+    num_steps = total = None
+    if workload is not None:
+        steps = num_steps = config.optim.num_epochs * -(-workload.num_samples // batch.global_batch_size)
+        total, _ = propagate(lambda figures: total_s(config, figures, steps, step_s(figures)), hardware)
+    step, influences = propagate(step_s, hardware)
+    size, told = checkpoint_bytes(config), config.plan
+    hours = total.scaled(1 / 3600) if total else None
+    price = told.price_per_gpu_hour
+    return Forecast(
+        step_s=step,
+        parts=parts,
+        influences=influences[:4],
+        samples_per_step=batch.global_batch_size,
+        tokens_per_sample=config.data.sequence_length if isinstance(config.data, TokenDataConfig) else 0,
+        save_s=propagate(lambda figures: save_s(config, figures), hardware)[0],
+        checkpoint_bytes=size,
+        disk_bytes=size * (_num_kept(config, num_steps) + 1),
+        supply=data_supply(config.cluster, config.data, workload, hardware) if workload else None,
+        num_steps=num_steps,
+        total_s=total,
+        one_device_s=_one_device_s(config, batch, hardware, num_steps),
+        is_assumed=workload is not None and not workload.is_packed,
+        deadline_s=parse_duration_s(config.deadline) if config.deadline else None,
+        days=hours.scaled(1 / told.hours_per_day) if hours else None,
+        cost=hours.scaled(price * layout.world_size) if hours and price is not None else None,
+        currency=told.currency,
+    )
+
+
+def step_parts(
+    config: Config,
+    layout: Layout,
+    batch: BatchPlan,
+    stages: Stages,
+    hardware: Hardware,
+    workload: Workload | None,
+) -> dict[str, float] | None:
+    """Seconds of a step by cause, waiting for data included."""
+    step = predict_step(config, layout, batch, stages, hardware)
+    if step is None:
+        return None
+    supply = data_supply(config.cluster, config.data, workload, hardware) if workload else None
+    waiting = 0.0
+    if supply is not None and supply.rate is not None:
+        waiting = max(0.0, batch.global_batch_size / supply.rate - step.seconds)
+    return {**step.parts, "data": waiting}
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Of a checkpoint: what is trained, in fp32, with the optimizer's states and the averaged weights."""
+    model, states = config.model, 3 if config.optim.kind is OptimizerKind.adamw else 2
+    if isinstance(model, DecoderConfig):
+        return 4 * states * trainable_parameters(model)
+    costs = backbone_costs(model) if isinstance(model, VisionConfig) else None
+    return 4 * (states + (config.optim.ema_decay is not None)) * costs.parameters if costs else 0
+
+
+def save_s(config: Config, hardware: Hardware) -> float:
+    """Time of a save; a load takes the same."""
+    return SAVE_MEETING_S + checkpoint_bytes(config) / (hardware["write_gbps"] * 1e9)
+
+
+def total_s(config: Config, hardware: Hardware, num_steps: int, step_s: float) -> float:
+    """Training, saves, and starts after interruptions and time limits; evaluation is left out.
+
+    An interruption costs a save, the way back into the cluster, and a load; what had been done since the last
+    checkpoint is saved on the way out.
+    """
+    save, every = save_s(config, hardware), config.checkpoint.every_steps
+    limit_min = config.cluster.time_limit_min
+    training = num_steps * step_s + (num_steps / every if every else 1) * save
+    per_s = config.plan.interruptions_per_day / DAY_S
+    if limit_min is not None:
+        per_s += 1 / (limit_min * 60)
+    lost = min(0.9, per_s * (hardware["requeue_s"] + 2 * save))
+    return training / (1 - lost)
+
+
+def _num_kept(config: Config, num_steps: int | None) -> int:
+    keep = config.checkpoint
+    forever = num_steps // keep.keep_every_steps if num_steps and keep.keep_every_steps else 0
+    return keep.keep_last + forever
+
+
+def _one_device_s(
+    config: Config, batch: BatchPlan, hardware: Hardware, num_steps: int | None
+) -> float | None:
+    """Training time on one device that has its data in time; None for decoders, which do not fit one."""
+    if num_steps is None or not isinstance(config.model, VisionConfig):
+        return None
+    alone = replace(batch, num_microbatches=-(-batch.global_batch_size // batch.microbatch_size))
+    step = predict_step(config, Layout(pp=1, dp_replicate=1, dp_shard=1, tp=1), alone, (), hardware)
+    return None if step is None else num_steps * step.seconds
+
+
+def parse_duration_s(text: str) -> float | None:
+    """`36h`, `1d12h`, `90m` in seconds; None for anything else."""
+    if not re.fullmatch(r"(\d+(\.\d+)?[dhm])+", text):
+        return None
+    units = {"d": DAY_S, "h": 3600.0, "m": 60.0}
+    return sum(float(number) * units[unit] for number, unit in re.findall(r"([\d.]+)([dhm])", text))
+
+
+def duration_text(seconds: float) -> str:
+    """`36 h`, `4.2 days`, `12 min`."""
+    if seconds >= 3 * DAY_S:
+        return f"{seconds / DAY_S:.1f} days"
+    return f"{seconds / 3600:.1f} h" if seconds >= 7200 else f"{seconds / 60:.0f} min"

@@ -1,0 +1,260 @@
+"""The fastest layout that fits, and why each other one was refused or is slower.
+
+All degrees, schedules, microbatch sizes and checkpointing modes are tried. A set of degrees is a row: of its
+variants, in order of their predicted time, the first that fits stands for it. GPipe is left out, since 1F1B
+takes the same time and less memory; so are tensor-parallel groups over several nodes, which the plan refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hpctrain.config.hardware import Hardware
+from hpctrain.config.schema import (
+    Checkpointing,
+    Config,
+    DecoderConfig,
+    ParallelismConfig,
+    Schedule,
+    TokenDataConfig,
+)
+from hpctrain.plan.batch import BatchPlan, resolve_batch
+from hpctrain.plan.decoder_legality import batch_findings
+from hpctrain.plan.fit import find_counts
+from hpctrain.plan.layout import Layout
+from hpctrain.plan.legality import layout_findings
+from hpctrain.plan.memory import GIB, RankMemory, fullest, make_memory_model
+from hpctrain.plan.points import memory_point
+from hpctrain.plan.stages import Stages, block_worth, split_layers, stage_findings
+from hpctrain.plan.steptime import StepTime, predict_step
+
+LARGEST_MICROBATCH = 64
+NEAR = 1.15  # a cut that needs this much too much may fit when it is cut by memory
+SCHEDULES = ((Schedule["1f1b"], 1), (Schedule["interleaved_1f1b"], 2), (Schedule["interleaved_1f1b"], 4))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A layout that was looked at."""
+
+    parallelism: ParallelismConfig
+    layout: Layout
+    batch: BatchPlan
+    step: StepTime
+    memory_gib: float | None  #: of the fullest rank; None where it is not known
+    place: int = 0  #: of the fullest rank in the pipeline
+    fits: bool = True
+    refusal: str = ""  #: why it cannot be taken
+
+    def name(self) -> str:
+        axes = ("pp", "dp_replicate", "dp_shard", "tp")
+        degrees = [f"{axis} {getattr(self.layout, axis)}" for axis in axes if getattr(self.layout, axis) > 1]
+        return " × ".join(degrees) or "one rank"
+
+    def variant(self) -> str:
+        """What goes with the degrees."""
+        given = self.parallelism
+        words = [f"microbatch {self.batch.microbatch_size}"]
+        if self.layout.pp > 1:
+            stages = f" × {given.stages_per_rank}" if given.stages_per_rank > 1 else ""
+            words.append(f"{given.schedule.name}{stages}")
+        if given.checkpointing is not Checkpointing.none:
+            words.append(f"checkpointing {given.checkpointing.name}")
+        if not given.reshard_after_forward:
+            words.append("weights kept gathered")
+        if given.offload_optimizer:
+            words.append("offload")
+        return ", ".join(words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search came to."""
+
+    best: Option | None
+    others: tuple[Option, ...]  #: of each other set of degrees the best, fastest first, those that fit before
+    num_tried: int
+
+    def reason(self, option: Option) -> str:
+        """Why an option is not the best one."""
+        if option.refusal:
+            return option.refusal
+        best = self.best.step.seconds if self.best else option.step.seconds
+        return f"{most_costly(option.step)}; {option.step.seconds / best:.1f} × slower"
+
+
+def most_costly(step: StepTime) -> str:
+    """What a step spends most on beside computing."""
+    names = {"tp": "all-reduces of tp", "dp": "gathers and reductions of dp", "pp": "sends of pp"}
+    cause, seconds = max(
+        ((cause, seconds) for cause, seconds in step.parts.items() if cause != "compute"),
+        key=lambda part: part[1],
+    )
+    return f"{seconds / step.seconds:.0%} of the step in {names.get(cause, cause)}"
+
+
+def search(config: Config, hardware: Hardware, refused: frozenset[str] = frozenset()) -> Found:
+    """Look at all layouts of a run's cluster.
+
+    Args:
+        refused: points (`memory_point`) at which memory ran out before.
+    """
+    usable = hardware.get("usable_gib")
+    rows: dict[tuple[int, int, int, int], list[Option]] = {}
+    num_tried = 0
+    for offload in (False, True):
+        for option in _options(config, hardware, offload):
+            layout = option.layout
+            rows.setdefault((layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp), []).append(option)
+            num_tried += 1
+        judged = [_first_that_fits(config, row, usable, refused) for row in rows.values()]
+        if any(option.fits for option in judged) or not isinstance(config.model, DecoderConfig):
+            break
+    ordered = sorted(judged, key=lambda option: (not option.fits, option.step.seconds))
+    has_best = bool(ordered) and ordered[0].fits
+    return Found(
+        best=ordered[0] if has_best else None,
+        others=tuple(ordered[1:] if has_best else ordered),
+        num_tried=num_tried,
+    )
+
+
+def _options(config: Config, hardware: Hardware, offload: bool) -> Iterator[Option]:
+    """Every legal combination, with its predicted step; memory is not looked at yet."""
+    for layout in _layouts(config):
+        share = config.optim.global_batch_size // layout.dp
+        for parallelism in _variants(config, layout, share, offload):
+            given = replace(config, parallelism=parallelism)
+            batch, _ = resolve_batch(config.optim.global_batch_size, parallelism.microbatch_size, layout.dp)
+            if batch is None or batch_findings(given, layout, batch):
+                continue
+            stages = _balanced_stages(given, layout)
+            step = predict_step(given, layout, batch, stages, hardware)
+            if step is not None:
+                yield Option(parallelism=parallelism, layout=layout, batch=batch, step=step, memory_gib=None)
+
+
+def _layouts(config: Config) -> Iterator[Layout]:
+    world, per_node = config.cluster.num_nodes * config.cluster.ranks_per_node, config.cluster.ranks_per_node
+    is_decoder = isinstance(config.model, DecoderConfig)
+    for tp in _divisors(per_node) if is_decoder else [1]:
+        for pp in _divisors(world // tp) if is_decoder else [1]:
+            for dp_shard in _divisors(world // tp // pp) if is_decoder else [1]:
+                layout = Layout(pp=pp, dp_replicate=world // tp // pp // dp_shard, dp_shard=dp_shard, tp=tp)
+                if config.optim.global_batch_size % layout.dp == 0:
+                    yield layout
+
+
+def _variants(config: Config, layout: Layout, share: int, offload: bool) -> Iterator[ParallelismConfig]:
+    model = config.model
+    sizes = [size for size in _divisors(share) if size & (size - 1) == 0 and size <= LARGEST_MICROBATCH]
+    if not isinstance(model, DecoderConfig):
+        for size in _divisors(share):
+            yield replace(_with_degrees(config.parallelism, layout), microbatch_size=size)
+        return
+    assert isinstance(config.data, TokenDataConfig)
+    together = layout.tp > 1 and config.data.sequence_length % layout.tp == 0
+    for schedule, per_rank in SCHEDULES if layout.pp > 1 else SCHEDULES[:1]:
+        base = replace(
+            _with_degrees(config.parallelism, layout),
+            schedule=schedule,
+            stages_per_rank=per_rank,
+            layers_per_stage=None,
+            sequence_parallel=together,
+            offload_optimizer=offload,
+        )
+        given = replace(config, parallelism=base)
+        if stage_findings(model, base, layout.pp) or layout_findings(given, layout):
+            continue
+        for size in sizes:
+            for checkpointing in Checkpointing:
+                for reshard in (True, False) if layout.dp_shard > 1 else (True,):
+                    yield replace(
+                        base, microbatch_size=size, checkpointing=checkpointing, reshard_after_forward=reshard
+                    )
+
+
+def _with_degrees(parallelism: ParallelismConfig, layout: Layout) -> ParallelismConfig:
+    return replace(
+        parallelism,
+        auto=False,
+        pp=layout.pp,
+        dp_replicate=layout.dp_replicate,
+        dp_shard=layout.dp_shard,
+        tp=layout.tp,
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _balanced_stages(config: Config, layout: Layout) -> Stages:
+    """Stages of equal time, as nearly as whole blocks allow, with fewer blocks where the head is."""
+    model = config.model
+    if not isinstance(model, DecoderConfig):
+        return ()
+    num_stages = layout.pp * config.parallelism.stages_per_rank
+    head = block_worth(config, model)
+    last = max(1, min(model.num_hidden_layers, round((model.num_hidden_layers + head) / num_stages - head)))
+    if num_stages == 1:
+        return ((0, model.num_hidden_layers),)
+    rest, others = model.num_hidden_layers - last, num_stages - 1
+    small, more = divmod(rest, others)
+    if small == 0:
+        small, more, last = 1, 0, model.num_hidden_layers - others
+    counts = [small] * (others - more) + [small + 1] * more + [last]
+    return tuple((layers.start, layers.stop) for layers in split_layers(counts))
+
+
+def _first_that_fits(
+    config: Config, row: list[Option], usable_gib: float | None, refused: frozenset[str]
+) -> Option:
+    """The fastest variant of a row that fits; where none does, the one that needs least, with the reason."""
+    least: Option | None = None
+    for option in sorted(row, key=lambda option: option.step.seconds):
+        judged = _judge(config, option, usable_gib, refused)
+        if judged.fits:
+            return judged
+        if least is None or (judged.memory_gib or 0) < (least.memory_gib or 0):
+            least = judged
+    assert least is not None
+    return least
+
+
+def _judge(config: Config, option: Option, usable_gib: float | None, refused: frozenset[str]) -> Option:
+    """Whether an option fits, with the memory of its fullest rank."""
+    given = replace(config, parallelism=option.parallelism)
+    if memory_point(given, option.layout, option.batch) in refused:
+        return replace(option, fits=False, refusal="memory ran out with it before")
+    memory = _memory(given, option, usable_gib)
+    if not memory:
+        return option
+    place = fullest(memory)
+    needed = memory[place].total / GIB
+    judged = replace(option, memory_gib=needed, place=place)
+    if usable_gib is None or needed <= usable_gib:
+        return judged
+    where = f" at pp={place}" if option.layout.pp > 1 else ""
+    return replace(
+        judged, fits=False, refusal=f"needs {needed:.1f} of {usable_gib} GiB{where}: {memory[place].text()}"
+    )
+
+
+def _memory(config: Config, option: Option, usable_gib: float | None) -> tuple[RankMemory, ...]:
+    """Memory by place, for stages of equal time; where they nearly fit, for those cut by memory."""
+    model, layout = config.model, option.layout
+    if not isinstance(model, DecoderConfig):
+        return ()
+    if config.parallelism.schedule is not Schedule["gpipe"]:
+        # In flight is never more than what a short schedule has.
+        short = min(option.batch.num_microbatches, 2 * layout.pp * config.parallelism.stages_per_rank)
+        batch = replace(option.batch, num_microbatches=short)
+    memory_model = make_memory_model(config, model, layout, batch)
+    memory = memory_model.ranks(_balanced_stages(config, layout))
+    usable = None if usable_gib is None else int(usable_gib * GIB)
+    if usable is None or not usable < memory[fullest(memory)].total < NEAR * usable:
+        return memory
+    counts = find_counts(memory_model, usable)
+    return memory_model.ranks(tuple((layers.start, layers.stop) for layers in split_layers(counts)))

@@ -1,0 +1,105 @@
+"""How many nodes a deadline takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hpctrain.config.schema import Config
+from hpctrain.errors import PlanError
+from hpctrain.plan.forecast import Forecast, duration_text, parse_duration_s
+from hpctrain.plan.hardware import hardware_of
+from hpctrain.plan.plan import RunPlan, make_plan
+from hpctrain.plan.search import search
+from hpctrain.plan.supply import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """A run on so many nodes."""
+
+    num_nodes: int
+    plan: RunPlan | None  #: None where the plan refuses it
+    refusal: str = ""
+
+    @property
+    def forecast(self) -> Forecast | None:
+        return self.plan.forecast if self.plan else None
+
+
+def deadline_s(config: Config) -> float | None:
+    return parse_duration_s(config.deadline) if config.deadline else None
+
+
+def make_sizes(config: Config, workload: Workload | None, nodes: list[int]) -> list[Size]:
+    """Plan the run on each of these numbers of nodes, with the layout of the config as far as it goes."""
+    return [_make_size(config, workload, count) for count in nodes]
+
+
+def _make_size(config: Config, workload: Workload | None, num_nodes: int) -> Size:
+    cluster = replace(config.cluster, num_nodes=num_nodes)
+    # The question is how long it takes, whatever is allowed.
+    given = replace(config, cluster=cluster, deadline=None)
+    try:
+        plan = make_plan(choose_layout(given), workload)
+    except PlanError as refusal:
+        return Size(
+            num_nodes=num_nodes, plan=None, refusal=str(refusal).partition("\n  - ")[2].split("\n")[0]
+        )
+    return Size(num_nodes=num_nodes, plan=plan)
+
+
+def choose(config: Config, workload: Workload | None, refused: frozenset[str] = frozenset()) -> Config:
+    """The config with what the planner was asked to choose: `cluster.num_nodes=-1`, the fewest that meet the
+    deadline, and `parallelism.auto`, the fastest layout that fits.
+
+    Raises PlanError: there is none.
+    """
+    if config.cluster.num_nodes == -1:
+        config = replace(config, cluster=replace(config.cluster, num_nodes=_needed_nodes(config, workload)))
+    return choose_layout(config, refused)
+
+
+def _needed_nodes(config: Config, workload: Workload | None) -> int:
+    wanted, asked = deadline_s(config), "cluster.num_nodes=-1: the fewest nodes that meet the deadline"
+    if wanted is None:
+        raise PlanError(f"{asked}, but there is no deadline; add deadline=36h")
+    sizes = make_sizes(config, workload, list(range(1, config.plan.max_nodes + 1)))
+    nodes = fewest_nodes(sizes, wanted)
+    if nodes is None:
+        known = [size for size in sizes if size.forecast and size.forecast.total_s]
+        if not known:
+            raise PlanError(f"{asked}, but no time can be predicted: {sizes[-1].refusal or 'no figures'}")
+        least = min(known, key=_expected_s)
+        raise PlanError(
+            f"{asked}, but the fastest of 1 to {config.plan.max_nodes} (plan.max_nodes) takes "
+            f"{duration_text(_expected_s(least))} on {least.num_nodes}; a later deadline, or more nodes"
+        )
+    return nodes
+
+
+def _expected_s(size: Size) -> float:
+    total = size.forecast.total_s if size.forecast else None
+    return total.mid if total else float("inf")
+
+
+def choose_layout(config: Config, refused: frozenset[str] = frozenset()) -> Config:
+    """The config with the fastest layout that fits where `parallelism.auto` asks for it.
+
+    Raises PlanError: none fits.
+    """
+    if not config.parallelism.auto:
+        return config
+    found = search(config, hardware_of(config.cluster), refused)
+    if found.best is None:
+        nearest = [f"\n  - {each.name()}: {found.reason(each)}" for each in found.others[:4]]
+        raise PlanError(f"no layout of {config.cluster.num_nodes} nodes fits:" + "".join(nearest))
+    return replace(config, parallelism=found.best.parallelism)
+
+
+def fewest_nodes(sizes: list[Size], deadline_s: float, *, surely: bool = False) -> int | None:
+    """Smallest cluster whose expected time (or, surely, the upper end of its range) meets a deadline."""
+    for size in sizes:
+        total = size.forecast.total_s if size.forecast else None
+        if total is not None and (total.high if surely else total.mid) <= deadline_s:
+            return size.num_nodes
+    return None
