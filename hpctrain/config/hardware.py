@@ -34,6 +34,7 @@ FIGURES = {
     "attention_efficiency": "share of the peak that causal attention reaches",
     "convnet_efficiency": "share of the peak that convolutional backbones reach in training",
     "transformer_efficiency": "share of the peak that vision transformers reach in training",
+    "launch_us": "the host's time to start an operator, when operators are not compiled",
     "host_gbps": "between a device and host memory, a direction, all devices of a node at once",
     "root_gbps": "bus bandwidth of a collective of two devices under one PCIe root",
     "node2_gbps": "bus bandwidth of a collective of two devices of a node",
@@ -121,6 +122,22 @@ def find_hardware(name: str, figures: Mapping[str, float] | None = None) -> Hard
         given = Figure(value=value, low=value, high=value, kind="measured", source="cluster.figures")
         hardware = Hardware(hardware.name, {**hardware.figures, figure: given})
     return hardware
+
+
+def save_hardware(hardware: Hardware) -> Path:
+    """Write the user's own file of that name, over one that is there. Returns its path."""
+    lines = ["# Written by `hpctrain calibrate`. What each figure means: hpctrain/config/hardware.py."]
+    for name, figure in hardware.figures.items():
+        fields = asdict(figure)
+        if figure.low == figure.value == figure.high:
+            del fields["low"], fields["high"]
+        flow = yaml.safe_dump(fields, default_flow_style=True, sort_keys=False, width=10_000)
+        lines.append(f"{name}: {flow.strip()}")
+    path = hardware_folders()[0] / f"{hardware.name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
+    _read.cache_clear()
+    return path
 
 
 @cache

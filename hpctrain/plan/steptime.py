@@ -10,21 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.config.hardware import Hardware
-from hpctrain.config.schema import Config, DecoderConfig, TokenDataConfig, VisionConfig
+from hpctrain.config.schema import Config, DecoderConfig, VisionConfig
 from hpctrain.plan.batch import BatchPlan
 from hpctrain.plan.bubble import pipeline_s
-from hpctrain.plan.collectives import all_gather_s, all_reduce_s, axis_group, boundary_send_s
-from hpctrain.plan.compute import EAGER, Kernels, Passes, Work, block_passes, head_passes, update_bytes
-from hpctrain.plan.costs import (
-    adapter_parameters,
-    block_parameters,
-    embedding_parameters,
-    stage_parameters,
-)
+from hpctrain.plan.collectives import boundary_send_s
+from hpctrain.plan.compute import EAGER, Kernels
+from hpctrain.plan.decoder_time import DecoderCosts, make_decoder_costs
 from hpctrain.plan.hardware import peak_tflops
 from hpctrain.plan.layout import Layout
 from hpctrain.plan.schedule import make_schedule, simulate
 from hpctrain.plan.stages import Stages
+from hpctrain.plan.vision_time import vision_parts
 
 PARTS = ("compute", "recompute", "tp", "dp", "pp", "bubble", "optimizer", "offload")
 NEEDED = (
@@ -42,7 +38,9 @@ class StepTime:
 
     seconds: float
     parts: dict[str, float]  #: seconds by cause (PARTS) at the slowest place; they sum to `seconds`
-    forward_s: tuple[float, ...]  #: of each stage, for a microbatch, with what it waits for; as `simulate` takes
+    forward_s: tuple[
+        float, ...
+    ]  #: of each stage, for a microbatch, with what it waits for; as `simulate` takes
     backward_s: tuple[float, ...]
     send_s: float  #: of a message between stages
 
@@ -68,9 +66,73 @@ def predict_step(
     if peak is None or any(figure not in hardware for figure in NEEDED):
         return None
     if isinstance(config.model, DecoderConfig):
-        return _decoder_step(config, config.model, layout, batch, stages, hardware, peak, exact, kernels)
+        costs = make_decoder_costs(config, config.model, layout, batch, hardware, peak * 1e12, kernels)
+        return _decoder_step(config, layout, batch, stages, costs, exact)
     if isinstance(config.model, VisionConfig):
-        from hpctrain.plan.vision_time import vision_step
-
-        return vision_step(config, config.model, layout, batch, hardware, peak)
+        parts = vision_parts(config, config.model, layout, batch, hardware, peak * 1e12)
+        return None if parts is None else _undivided(parts, batch.num_microbatches)
     return None
+
+
+def _undivided(parts: dict[str, float], num_microbatches: int) -> StepTime:
+    """Of a model that is not cut into stages."""
+    microbatch = parts["compute"] / num_microbatches
+    return StepTime(
+        seconds=sum(parts.values()),
+        parts={part: parts.get(part, 0.0) for part in PARTS},
+        forward_s=(microbatch / 3,),
+        backward_s=(microbatch * 2 / 3,),
+        send_s=0.0,
+    )
+
+
+def _decoder_step(
+    config: Config,
+    layout: Layout,
+    batch: BatchPlan,
+    stages: Stages,
+    costs: DecoderCosts,
+    exact: bool,
+) -> StepTime:
+    last = len(stages) - 1
+    shapes = [(end - first, stage == 0, stage == last) for stage, (first, end) in enumerate(stages)]
+    known = {shape: costs.stage(*shape) for shape in set(shapes)}  # most stages are alike
+    times = [known[shape] for shape in shapes]
+    forward, backward = tuple(time.forward for time in times), tuple(time.backward for time in times)
+    count, pp = batch.num_microbatches, layout.pp
+    send = boundary_send_s(costs.hidden_bytes, layout, config.cluster, costs.hardware)
+    length, unsent = (
+        _length_s(config, pp, count, forward, backward, seconds, exact) for seconds in (send, 0.0)
+    )
+    place = max(range(pp), key=lambda rank: sum(forward[rank::pp]) + sum(backward[rank::pp]))
+    parts = dict.fromkeys(PARTS, 0.0)
+    for time in times[place::pp]:
+        for part, seconds in time.parts.items():
+            parts[part] += count * seconds
+    parts["bubble"] = max(0.0, unsent - count * (sum(forward[place::pp]) + sum(backward[place::pp])))
+    parts["pp"] = length - unsent
+    ranks = {
+        (sum(end - first for first, end in stages[rank::pp]), rank == 0, rank == pp - 1): backward[rank]
+        for rank in range(pp)
+    }
+    updates = [costs.update(*shape, last_backward) for shape, last_backward in ranks.items()]
+    for part, seconds in max(updates, key=lambda update: sum(update.values())).items():
+        parts[part] += seconds
+    return StepTime(
+        seconds=sum(parts.values()), parts=parts, forward_s=forward, backward_s=backward, send_s=send
+    )
+
+
+def _length_s(
+    config: Config,
+    pp: int,
+    count: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    send: float,
+    exact: bool,
+) -> float:
+    kind = config.parallelism.schedule
+    if not exact or pp == 1:
+        return pipeline_s(kind, pp, count, forward, backward, send)
+    return simulate(make_schedule(kind, pp, len(forward) // pp, count), forward, backward, send).length_s
