@@ -28,10 +28,15 @@ usage: python -m hpctrain [verb] [+exp=NAME] [key=value ...]     (no verb: submi
 
 verbs that take a config:
   submit   plan the run, freeze it into runs/<name>/, send it to Slurm (cluster=local: run it here)
-  plan     show ranks, layout and batch, or all findings together
+  plan     does it fit, when is it done, which layout is best; or all findings together
+           --html FILE   a page with pictures       --compare pp8,auto   layouts side by side
+           --trace       a step of the real code on pretended ranks; with --slurm as a small job
   render   print the batch script that submit would send
   run      carry the run out here, in the foreground (inside an allocation: over its nodes)
   selftest check your cluster and its GPUs in a few minutes: layouts, changes of layout, a preemption
+  doctor   is the cluster set up for this run      --write-cluster NAME makes its config
+  preflight check every node with a small job, before a long one
+  calibrate measure devices, links and storage for the planner   --name NAME of the file it writes
 verbs that take a run, by folder or by name:
   status [RUN]  what it is doing, what it did, why it ended; without RUN a line per run
   logs RUN      what its ranks printed           -f follows, --rank N chooses
@@ -46,7 +51,7 @@ verbs with their own --help:
   export sample RUN              what a small decoder answers         --prompt TEXT
 
   -m                sweep: every combination of a=1,2 b=3,4 becomes an element of one job array
-  --json            facts as JSON (plan selftest status logs cancel resume)
+  --json            facts as JSON
   --config-dir DIR  configs of your own; ~/.config/hpctrain is found without it
   --cfg job, --info, --hydra-help: Hydra's own
 
@@ -54,12 +59,13 @@ examples:
   python -m hpctrain +exp=vision_city_laptop
   python -m hpctrain +exp=vision_city data.root=/data/city cluster.account=vision
   python -m hpctrain -m +exp=vision_city optim.lr=1e-3,3e-4 seed=0,1
+  python -m hpctrain plan +exp=finance_callbot parallelism=auto
   python -m hpctrain selftest cluster=rtx4090 cluster.partition=gpu
 
 exit codes: 0 done · 1 failed · 2 wrong use or config · 3 refused by the plan · 4 refused by the cluster
 """
 
-CONFIG_VERBS = ("submit", "plan", "render", "run", "selftest")
+CONFIG_VERBS = ("submit", "plan", "render", "run", "selftest", "doctor", "preflight", "calibrate")
 RUN_VERBS = ("status", "logs", "cancel", "resume")
 DEVICE_VERBS = ("data", "export")
 VERBS = CONFIG_VERBS + RUN_VERBS + DEVICE_VERBS
@@ -181,36 +187,76 @@ def with_config(verb: str, rest: list[str]) -> int:
     if "-h" in rest or "--help" in rest:
         print(HELP, end="")
         return 0
-    as_json = "--json" in rest
-    overrides = [f"+{o}" if o.startswith("exp=") else o for o in rest if o != "--json"]
-    if verb == "selftest":
-        overrides = ["+exp=selftest", *overrides]
+    flags, left = config_flags(verb).parse_known_args(rest)
+    overrides = [f"+{o}" if o.startswith("exp=") else o for o in left]
+    if verb in ("selftest", "calibrate"):
+        overrides = [f"+exp={verb}", *overrides]
     points = compose(overrides)
     if any(point.is_swept for point in points):
         return sweep(verb, points)
     code = 0
     for point in points:  # none after --cfg, --info and the like, which have printed what was asked
-        code = act(verb, point.resolve(), as_json)
+        code = act(verb, point, flags)
     return code
 
 
-def act(verb: str, config: Config, as_json: bool) -> int:
+def config_flags(verb: str) -> argparse.ArgumentParser:
+    """Flags of our own among Hydra's and the overrides."""
+    parser = argparse.ArgumentParser(prog=f"hpctrain {verb}", allow_abbrev=False, add_help=False)
+    parser.add_argument("--json", action="store_true")
+    if verb == "plan":
+        parser.add_argument("--html", metavar="FILE")
+        parser.add_argument("--trace", action="store_true")
+        parser.add_argument("--slurm", action="store_true")
+        parser.add_argument("--compare", type=lambda text: text.split(","), default=[], metavar="A,B")
+    if verb == "doctor":
+        parser.add_argument("--write-cluster", metavar="NAME")
+    if verb == "calibrate":
+        parser.add_argument("--name")
+    return parser
+
+
+def act(verb: str, point: Composed, flags: argparse.Namespace) -> int:
     from hpctrain.launch import inputs, submit
 
+    if verb == "plan":
+        return plan(point, flags)
+    if verb == "doctor":
+        from hpctrain.launch import doctor
+
+        if flags.write_cluster is not None:
+            return doctor.write_cluster(flags.write_cluster, point.resolve(without_data=True))
+        return doctor.doctor(point.resolve(without_data=True), flags.json)
+    if verb == "preflight":
+        from hpctrain.launch import preflight
+
+        return preflight.preflight(point.resolve(without_data=True), flags.json)
+    config = point.resolve()
+    if verb == "calibrate":
+        from hpctrain.launch import calibrate
+
+        return calibrate.calibrate(config, flags.name, flags.json)
     if verb == "render":
         print(submit.render(config), end="")
         return 0
     if verb == "selftest":
-        return selftest(config, as_json)
+        return selftest(config, flags.json)
     if verb == "run":
-        return tell(submit.run_foreground(config), as_json)
-    plan = submit.checked_plan(config)
-    if verb == "plan":
-        print(plan.to_json() if as_json else "\n".join(plan.lines() + inputs.data_lines(config)))
-        return 0
-    if not as_json:
-        print("\n".join(plan.lines() + inputs.data_lines(config)), flush=True)
-    return tell(submit.submit(config, plan), as_json)
+        return tell(submit.run_foreground(config), flags.json)
+    found = submit.checked_plan(config)
+    if not flags.json:
+        print("\n".join(found.lines() + inputs.data_lines(config)), flush=True)
+    return tell(submit.submit(config, found), flags.json)
+
+
+def plan(point: Composed, flags: argparse.Namespace) -> int:
+    from hpctrain.planning import plan_verb
+
+    def with_parallelism(name: str) -> Config:
+        (other,) = compose([*point.overrides, f"parallelism={name}"])
+        return other.resolve(without_data=True)
+
+    return plan_verb(point.resolve(without_data=True), flags, with_parallelism)
 
 
 def selftest(config: Config, as_json: bool) -> int:
@@ -243,10 +289,11 @@ class Composed:
     overrides: list[str]
     is_swept: bool
 
-    def resolve(self) -> Config:
+    def resolve(self, *, without_data: bool = False) -> Config:
+        """The typed config; without data, `data.root` may be missing. Raises ConfigError."""
         from hpctrain.config.compose import resolve_config
 
-        return resolve_config(self.cfg, self.experiment)
+        return resolve_config(self.cfg, self.experiment, without_data=without_data)
 
 
 def compose(overrides: list[str]) -> list[Composed]:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from hpctrain.config.load import DATA_CONFIGS, MODEL_CONFIGS, to_config
 from hpctrain.config.schema import (
@@ -23,6 +23,7 @@ from hpctrain.config.schema import (
 )
 from hpctrain.errors import ConfigError
 
+WITHOUT_DATA = "not_given"  # stands for a data.root that the user has not got yet
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,150}")
 
 
@@ -46,8 +47,14 @@ def register_schemas() -> None:
         store.store(group=group, name=f"_{group}", node=schema)
 
 
-def resolve_config(cfg: DictConfig, experiment: str | None) -> Config:
-    """The typed config of a run, with its name and absolute paths. Raises ConfigError."""
+def resolve_config(cfg: DictConfig, experiment: str | None, *, without_data: bool = False) -> Config:
+    """The typed config of a run, with its name and absolute paths. Raises ConfigError.
+
+    Args:
+        without_data: put `WITHOUT_DATA` where `data.root` is not given.
+    """
+    if without_data and OmegaConf.is_missing(cfg.data, "root"):
+        cfg.data.root = WITHOUT_DATA
     config = to_config(cfg)
     if config.name is None:
         config.name = experiment or config.model.kind

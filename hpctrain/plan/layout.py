@@ -37,6 +37,12 @@ class Layout:
         return position
 
 
+def axes_text(layout: Layout) -> str:
+    """The degrees above 1: `pp 16 × tp 2`."""
+    degrees = {axis: getattr(layout, axis) for axis in AXES}
+    return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one rank"
+
+
 def resolve_layout(
     parallelism: ParallelismConfig, num_nodes: int, ranks_per_node: int
 ) -> tuple[Layout | None, list[str]]:

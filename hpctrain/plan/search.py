@@ -22,7 +22,7 @@ from hpctrain.config.schema import (
 from hpctrain.plan.batch import BatchPlan, resolve_batch
 from hpctrain.plan.decoder_legality import batch_findings
 from hpctrain.plan.fit import find_counts
-from hpctrain.plan.layout import Layout
+from hpctrain.plan.layout import Layout, axes_text
 from hpctrain.plan.legality import layout_findings
 from hpctrain.plan.memory import GIB, RankMemory, fullest, make_memory_model
 from hpctrain.plan.points import memory_point
@@ -48,9 +48,7 @@ class Option:
     refusal: str = ""  #: why it cannot be taken
 
     def name(self) -> str:
-        axes = ("pp", "dp_replicate", "dp_shard", "tp")
-        degrees = [f"{axis} {getattr(self.layout, axis)}" for axis in axes if getattr(self.layout, axis) > 1]
-        return " × ".join(degrees) or "one rank"
+        return axes_text(self.layout)
 
     def variant(self) -> str:
         """What goes with the degrees."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hpctrain.config.schema import Config
 from hpctrain.errors import PlanError
 from hpctrain.plan.forecast import Forecast, duration_text, parse_duration_s
 from hpctrain.plan.hardware import hardware_of
+from hpctrain.plan.layout import axes_text
 from hpctrain.plan.plan import RunPlan, make_plan
 from hpctrain.plan.search import search
 from hpctrain.plan.supply import Workload
@@ -25,6 +29,13 @@ class Size:
     def forecast(self) -> Forecast | None:
         return self.plan.forecast if self.plan else None
 
+    def layout_text(self) -> str:
+        return axes_text(self.plan.layout) if self.plan else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        plan = json.loads(self.plan.to_json()) if self.plan else None
+        return {"num_nodes": self.num_nodes, "refusal": self.refusal, "plan": plan}
+
 
 def deadline_s(config: Config) -> float | None:
     return parse_duration_s(config.deadline) if config.deadline else None
@@ -32,10 +43,11 @@ def deadline_s(config: Config) -> float | None:
 
 def make_sizes(config: Config, workload: Workload | None, nodes: list[int]) -> list[Size]:
     """Plan the run on each of these numbers of nodes, with the layout of the config as far as it goes."""
-    return [_make_size(config, workload, count) for count in nodes]
+    return [make_size(config, workload, count) for count in nodes]
 
 
-def _make_size(config: Config, workload: Workload | None, num_nodes: int) -> Size:
+def make_size(config: Config, workload: Workload | None, num_nodes: int) -> Size:
+    """Plan the run on this number of nodes."""
     cluster = replace(config.cluster, num_nodes=num_nodes)
     # The question is how long it takes, whatever is allowed.
     given = replace(config, cluster=cluster, deadline=None)
@@ -96,7 +108,7 @@ def choose_layout(config: Config, refused: frozenset[str] = frozenset()) -> Conf
     return replace(config, parallelism=found.best.parallelism)
 
 
-def fewest_nodes(sizes: list[Size], deadline_s: float, *, surely: bool = False) -> int | None:
+def fewest_nodes(sizes: Sequence[Size], deadline_s: float, *, surely: bool = False) -> int | None:
     """Smallest cluster whose expected time (or, surely, the upper end of its range) meets a deadline."""
     for size in sizes:
         total = size.forecast.total_s if size.forecast else None

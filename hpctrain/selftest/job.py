@@ -30,7 +30,7 @@ from hpctrain.core.stop import AgreedStop, PeerLostError, SignalFlag
 from hpctrain.core.train import train
 from hpctrain.core.training import Training
 from hpctrain.errors import PlanError
-from hpctrain.plan.layout import AXES, Layout
+from hpctrain.plan.layout import AXES, Layout, axes_text
 from hpctrain.plan.plan import make_plan
 from hpctrain.run.causes import CauseKind
 from hpctrain.run.directory import RunDirectory
@@ -91,7 +91,9 @@ class _Selftest:
         layouts = [self.training.plan.layout, *self._other_layouts()]
         for before, after in zip(layouts, [*layouts[1:], layouts[0]], strict=True):
             if before != after:
-                checks[f"saved in {_text(before)}, gone on in {_text(after)}"] = partial(self._move, after)
+                checks[f"saved in {axes_text(before)}, gone on in {axes_text(after)}"] = partial(
+                    self._move, after
+                )
         return checks
 
     def _carry_out(self, name: str, check: Check) -> CauseKind | None:
@@ -263,11 +265,6 @@ def _reference(cell: Cell, device: torch.device) -> Told:
 
 def _name(cell: Cell) -> str:
     return f"{cell.precision}  {replace(cell, sequences=SEQUENCES, precision='fp64')}"
-
-
-def _text(layout: Layout) -> str:
-    degrees = {axis: getattr(layout, axis) for axis in AXES}
-    return " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one rank"
 
 
 def _parallelism(layout: Layout, global_batch_size: int) -> ParallelismConfig:

@@ -1,0 +1,128 @@
+"""The verb `plan`: the run as it is, other layouts, other numbers of nodes, and a page or a trace of it."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpctrain.config.compose import WITHOUT_DATA
+from hpctrain.config.schema import Config
+from hpctrain.errors import PlanError
+from hpctrain.launch.inputs import data_lines, find_workload
+from hpctrain.launch.submit import checked_plan, planned
+from hpctrain.plan.hardware import hardware_of
+from hpctrain.plan.plan import RunPlan
+from hpctrain.plan.search import Found, search
+from hpctrain.plan.sizing import Size, deadline_s, fewest_nodes, make_size, make_sizes
+from hpctrain.report.plan_tables import comparison_table, layout_table, print_tables, size_table
+from hpctrain.run.exhausted import find_out_of_memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """All that a plan page shows."""
+
+    config: Config
+    plan: RunPlan
+    found: Found | None  #: other layouts; None where no time can be predicted
+    sizes: list[Size]  #: by number of nodes; empty where nothing depends on it
+    named: list[tuple[str, Size]]  #: layouts side by side
+
+
+def plan_verb(config: Config, flags: Namespace, with_parallelism: Callable[[str], Config]) -> int:
+    """Plan and show. Raises PlanError, after the tables that say what would do."""
+    named = [(name, _size_of(with_parallelism(name))) for name in flags.compare]
+    asked = replace(config, parallelism=replace(config.parallelism), cluster=replace(config.cluster))
+    try:
+        plan = planned(config) if Path(config.data.root).name == WITHOUT_DATA else checked_plan(config)
+    except PlanError:
+        if not flags.json:
+            print_tables(_tables(asked, None, _look(asked), _sizes(asked, None), named))
+        raise
+    page = Planned(
+        config=config,
+        plan=plan,
+        found=_look(asked),
+        sizes=_sizes(asked, plan, everything=flags.html is not None),
+        named=named,
+    )
+    if flags.html is not None:
+        from hpctrain.report.plan_page import write_page
+
+        write_page(page, Path(flags.html))
+    if flags.json:
+        print(json.dumps(_to_dict(page), indent=1))
+    else:
+        print("\n".join(plan.lines() + data_lines(config)))
+        if Path(config.data.root).name == WITHOUT_DATA:
+            print("data    none given: data.root=FOLDER before it is submitted")
+        print_tables(_tables(config, plan, page.found, page.sizes, named))
+        if flags.html is not None:
+            print(f"\npage    {flags.html}")
+    if flags.trace:
+        from hpctrain.launch.trace import trace_report
+
+        return trace_report(config, plan, as_json=flags.json, on_slurm=flags.slurm)
+    return 0
+
+
+def _look(config: Config) -> Found | None:
+    if config.cluster.num_nodes < 1:
+        return None
+    found = search(config, hardware_of(config.cluster), frozenset(find_out_of_memory(Path(config.run_root))))
+    return found if found.num_tried > 1 else None
+
+
+def _sizes(config: Config, plan: RunPlan | None, *, everything: bool = False) -> list[Size]:
+    """Where there is a deadline, or a page wants a curve, and time can be predicted."""
+    if (config.deadline is None and not everything) or (plan is not None and plan.forecast is None):
+        return []
+    return make_sizes(config, find_workload(config), list(range(1, config.plan.max_nodes + 1)))
+
+
+def _size_of(config: Config) -> Size:
+    return make_size(config, find_workload(config), config.cluster.num_nodes)
+
+
+def _tables(
+    config: Config,
+    plan: RunPlan | None,
+    found: Found | None,
+    sizes: list[Size],
+    named: list[tuple[str, Size]],
+) -> list[Any]:
+    tables = []
+    if named:
+        tables.append(comparison_table(named))
+    if found is not None:
+        tables.append(layout_table(found))
+    wanted = deadline_s(config)
+    if sizes and wanted is not None:
+        needed = fewest_nodes(sizes, wanted) or sizes[-1].num_nodes
+        shown = {max(1, needed // 2), needed, needed + 1, 2 * needed, config.cluster.num_nodes}
+        tables.append(size_table(sizes, wanted, sorted(shown)))
+    return tables
+
+
+def _to_dict(page: Planned) -> dict[str, Any]:
+    """The plan's own fields, and what was compared with it."""
+    fields: dict[str, Any] = json.loads(page.plan.to_json())
+    fields["sizes"] = [size.to_dict() for size in page.sizes]
+    fields["named"] = {name: size.to_dict() for name, size in page.named}
+    if page.found is not None:
+        fields["layouts"] = [
+            {
+                "layout": option.name(),
+                "with": option.variant(),
+                "memory_gib": option.memory_gib,
+                "step_s": option.step.seconds,
+                "fits": option.fits,
+                "why_not": None if option is page.found.best else page.found.reason(option),
+            }
+            for option in ([page.found.best] if page.found.best else []) + list(page.found.others)
+        ]
+    return fields
