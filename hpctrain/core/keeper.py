@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ class Keeper:
     def save(self, progress: Progress, layout: dict[str, Any]) -> None:
         """Write a checkpoint of this step, buffers being equal on all ranks. Raises CheckpointError on every
         rank if it failed on any."""
+        begun = time.monotonic()
         facts = progress.to_facts(progress.total_hash(self.mesh))
         path = writer.save(
             self.run.checkpoints,
@@ -75,7 +77,7 @@ class Keeper:
             layout=layout,
         )
         progress.saved_step = progress.step
-        self._note_saved(path, progress, facts)
+        self._note_saved(path, progress, {**facts, "save_s": round(time.monotonic() - begun, 3)})
 
     def _note_saved(self, path: Path, progress: Progress, facts: dict[str, Any]) -> None:
         damaged = self.mesh.gather_objects(progress.damaged)

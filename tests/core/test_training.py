@@ -52,6 +52,7 @@ def test_a_run_trains_evaluates_saves_and_says_so(undisturbed, faces):
     assert (restored["step"], restored["checkpoint"]) == (0, None)
     num_samples = ShardSet(faces / "train").num_samples
     assert (saved["step"], saved["samples_consumed"]) == (STEPS, 3 * num_samples)
+    assert 0 < saved["save_s"] < 120  # doctor holds it against the grace of a preemption
 
 
 def test_adam_counts_as_many_steps_as_were_done(undisturbed):
