@@ -336,3 +336,4 @@ class Config:
     deterministic: bool = False  #: on CUDA: deterministic kernels, so that resume is bit-exact
     hang_timeout_s: float = 900.0  #: no step for this long ends the attempt as a hang
     selftest: bool = False  #: what `hpctrain selftest` sends: the ranks check the cluster, then themselves
+    calibrate: bool = False  #: what `hpctrain calibrate` sends: the ranks measure and do not train

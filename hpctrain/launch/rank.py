@@ -94,6 +94,7 @@ class Rank:
 
         from hpctrain.config.load import load_config
         from hpctrain.config.schema import Device
+        from hpctrain.core.calibrate import calibrate
         from hpctrain.core.mesh import build_mesh, device_index
         from hpctrain.core.profile import MemoryHistory
         from hpctrain.core.train import train
@@ -126,6 +127,10 @@ class Rank:
             facts.master_port,
             config.hang_timeout_s + 60,
         )
+        if config.calibrate:
+            self.leave(calibrate(config, self.run, self.attempt, mesh, flag), "")
+            torch.distributed.destroy_process_group()
+            return
         snapshot = self.run.profile / f"{self.attempt}_{facts.rank}.pickle"
         self.hint = MemoryHistory(snapshot, mesh.device, is_wanted=config.profile.memory).write_if_full
         training = Training(config, plan, self.run, self.attempt, mesh, flag, self.leave)

@@ -131,9 +131,7 @@ def _attention_s(work: Work) -> float:
     if work.model.sliding_window is not None and not work.kernels.whole_square:
         span = min(span, work.model.sliding_window)
     width = work.model.num_attention_heads * head_dim(work.model) / work.tp
-    peak = work.hardware["bf16_tflops"] * 1e12
-    if work.element == 4:
-        peak = work.hardware["fp32_tflops"] * 1e12
+    peak = work.hardware["fp32_tflops" if work.element == 4 else "bf16_tflops"] * 1e12
     return 4.0 * work.tokens * span * width / (peak * work.hardware["attention_efficiency"])
 
 

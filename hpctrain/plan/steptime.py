@@ -27,6 +27,7 @@ NEEDED = (
     "matmul_efficiency",
     "attention_efficiency",
     "memory_gbps",
+    "launch_us",
     "node_latency_us",
     "overlap",
 )

@@ -84,6 +84,11 @@ class RunDirectory:
         return self.path / "profile"
 
     @property
+    def calibration(self) -> Path:
+        """What `hpctrain calibrate` measured: sizes and seconds."""
+        return self.path / "calibration.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
