@@ -71,17 +71,17 @@ def _one_forward_one_backward(
 def _interleaved(
     pp: int, m: int, forward_s: Sequence[float], backward_s: Sequence[float], send_s: float
 ) -> float:
-    """Rank r runs 2 (p - r - 1) + (v - 1) p forwards ahead, which fill the time of an excursion; on the way
-    to its later stages a microbatch may be late, by the sends of a whole round."""
-    down = [0.0, *accumulate(forward + send_s for forward in forward_s)]
-    up = [0.0, *accumulate(backward + send_s for backward in backward_s)]
+    """Rank r runs 2 (p - r - 1) + (v - 1) p forwards ahead, which fill the time of an excursion. Up to then,
+    and mirrored at the end, it takes groups of p microbatches through its stages in turn."""
+    begins, ends = _first_begins(forward_s, pp, send_s), _first_begins(backward_s, pp, send_s)
     num_stages, longest = len(forward_s), 0.0
+    both = [0.0, *accumulate(f + b + 2 * send_s for f, b in zip(forward_s, backward_s, strict=True))]
     for rank in range(pp):
         own = range(rank, num_stages, pp)
         forward, backward = sum(forward_s[s] for s in own), sum(backward_s[s] for s in own)
-        before = _latest(down, forward_s, own, pp) + _latest(up, backward_s, own, pp)
+        before = _lateness(begins, forward_s, own, pp) + _lateness(ends, backward_s, own, pp)
         beyond = own[-1] + 1
-        excursion = down[-1] + up[-1] - down[beyond] - up[beyond] if beyond < num_stages else 0.0
+        excursion = both[-1] - both[beyond] if beyond < num_stages else 0.0
         ahead = min(2 * (pp - rank - 1), (m - pp) * len(own) + pp - 1) / len(own)
         waits = max(
             0.0,
@@ -93,10 +93,21 @@ def _interleaved(
     return longest
 
 
-def _latest(way: Sequence[float], work_s: Sequence[float], own: range, pp: int) -> float:
+def _first_begins(work_s: Sequence[float], pp: int, send_s: float) -> list[float]:
+    """When the first microbatch begins on each stage; each rank first works off groups of p microbatches."""
+    begins = [0.0]
+    for stage in range(1, len(work_s)):
+        begin = begins[stage - 1] + work_s[stage - 1] + send_s
+        if stage >= pp:
+            begin = max(begin, begins[stage - pp] + pp * work_s[stage - pp])
+        begins.append(begin)
+    return begins
+
+
+def _lateness(begins: Sequence[float], work_s: Sequence[float], own: range, pp: int) -> float:
     """How long a rank waits for the first microbatch of a stage, beyond its work on earlier stages."""
     done, latest = 0.0, 0.0
     for stage in own:
-        latest = max(latest, way[stage] - done)
+        latest = max(latest, begins[stage] - done)
         done += pp * work_s[stage]
     return latest
