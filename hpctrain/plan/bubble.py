@@ -3,6 +3,8 @@
 The longest way through the graph of a schedule decides. Every way begins and ends on the first stage; it goes
 down to some stage, works off microbatches there, and comes back up. While it works it may leave for an
 excursion: down to the last stage and back with one microbatch, which takes as long as the others wait.
+GPipe's is exact, 1F1B's within 3 %. Interleaved stages that differ by a tenth are within 3 % too; where some
+have two blocks and some three, up to 9 % is missing, because ways that change ranks midway are left out.
 """
 
 from __future__ import annotations

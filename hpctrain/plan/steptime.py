@@ -60,7 +60,7 @@ def predict_step(
 
     Args:
         stages: of a decoder; empty for other models.
-        exact: simulate the pipeline's schedule; else a closed form, within 3 % of it, a hundred times faster.
+        exact: simulate the pipeline's schedule; else a closed form (see `bubble`).
         kernels: what a decoder's implementation moves; another one's for published measurements.
     """
     peak = peak_tflops(hardware, config.optim)
