@@ -7,6 +7,7 @@ Kaplan et al. 2020 (table 1) and Narayanan et al. 2021 (section 5.1).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from hpctrain.config.schema import DecoderConfig, DecoderFamily
 
@@ -29,25 +30,35 @@ def head_dim(model: DecoderConfig) -> int:
     return model.head_dim or model.hidden_size // model.num_attention_heads
 
 
-def block_linears(model: DecoderConfig) -> list[Linear]:
+def block_linears(model: DecoderConfig) -> tuple[Linear, ...]:
     """The seven matrices of a block."""
-    hidden, intermediate = model.hidden_size, model.intermediate_size
-    queries = model.num_attention_heads * head_dim(model)
-    keys = model.num_key_value_heads * head_dim(model)
-    bias = model.attention_bias or model.family is DecoderFamily.qwen2
+    return _block_linears(
+        model.hidden_size,
+        model.intermediate_size,
+        model.num_attention_heads * head_dim(model),
+        model.num_key_value_heads * head_dim(model),
+        model.attention_bias or model.family is DecoderFamily.qwen2,
+        model.attention_bias and model.family is not DecoderFamily.qwen2,
+    )
+
+
+@cache  # a search asks thousands of times
+def _block_linears(
+    hidden: int, intermediate: int, queries: int, keys: int, bias: bool, output_bias: bool
+) -> tuple[Linear, ...]:
     sizes = {
         "q_proj": (hidden, queries, bias),
         "k_proj": (hidden, keys, bias),
         "v_proj": (hidden, keys, bias),
-        "o_proj": (queries, hidden, model.attention_bias and model.family is not DecoderFamily.qwen2),
+        "o_proj": (queries, hidden, output_bias),
         "gate_proj": (hidden, intermediate, False),
         "up_proj": (hidden, intermediate, False),
         "down_proj": (intermediate, hidden, False),
     }
-    return [
-        Linear(name=name, inputs=inputs, outputs=outputs, bias=bias)
-        for name, (inputs, outputs, bias) in sizes.items()
-    ]
+    return tuple(
+        Linear(name=name, inputs=inputs, outputs=outputs, bias=has_bias)
+        for name, (inputs, outputs, has_bias) in sizes.items()
+    )
 
 
 def block_parameters(model: DecoderConfig) -> int:
@@ -55,7 +66,12 @@ def block_parameters(model: DecoderConfig) -> int:
     norms = 2 * model.hidden_size
     if model.family is DecoderFamily.qwen3:
         norms += 2 * head_dim(model)
-    return sum(linear.parameters for linear in block_linears(model)) + norms
+    return _parameters(block_linears(model)) + norms
+
+
+@cache
+def _parameters(linears: tuple[Linear, ...]) -> int:
+    return sum(linear.parameters for linear in linears)
 
 
 def adapter_parameters(model: DecoderConfig) -> int:

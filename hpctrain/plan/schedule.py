@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import NamedTuple
 
 from hpctrain.config.schema import Schedule
@@ -33,6 +34,7 @@ class Action(NamedTuple):
 Actions = tuple[Action, ...]
 
 
+@lru_cache(maxsize=256)  # a search asks for the same ones
 def make_schedule(
     schedule: Schedule, pp: int, stages_per_rank: int, num_microbatches: int
 ) -> tuple[Actions, ...]:

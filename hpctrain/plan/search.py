@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 
 from hpctrain.config.hardware import Hardware
 from hpctrain.config.schema import (
@@ -21,16 +22,16 @@ from hpctrain.config.schema import (
 )
 from hpctrain.plan.batch import BatchPlan, resolve_batch
 from hpctrain.plan.decoder_legality import batch_findings
-from hpctrain.plan.fit import find_counts
 from hpctrain.plan.layout import Layout, axes_text
 from hpctrain.plan.legality import layout_findings
-from hpctrain.plan.memory import GIB, RankMemory, fullest, make_memory_model
+from hpctrain.plan.memory import GIB, MemoryModel, RankMemory, fullest, make_memory_model
 from hpctrain.plan.points import memory_point
 from hpctrain.plan.stages import Stages, block_worth, split_layers, stage_findings
 from hpctrain.plan.steptime import StepTime, predict_step
 
-LARGEST_MICROBATCH = 64
+LARGEST_MICROBATCH_TOKENS = 32_768  # products are as fast as they get long before
 NEAR = 1.15  # a cut that needs this much too much may fit when it is cut by memory
+SLOW = 1.5  # so much slower than the best it is told only in passing, and not cut by memory
 SCHEDULES = ((Schedule["1f1b"], 1), (Schedule["interleaved_1f1b"], 2), (Schedule["interleaved_1f1b"], 4))
 
 
@@ -106,7 +107,7 @@ def search(config: Config, hardware: Hardware, refused: frozenset[str] = frozens
             layout = option.layout
             rows.setdefault((layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp), []).append(option)
             num_tried += 1
-        judged = [_first_that_fits(config, row, usable, refused) for row in rows.values()]
+        judged = _judge_rows(config, list(rows.values()), usable, refused)
         if any(option.fits for option in judged) or not isinstance(config.model, DecoderConfig):
             break
     ordered = sorted(judged, key=lambda option: (not option.fits, option.step.seconds))
@@ -146,12 +147,13 @@ def _layouts(config: Config) -> Iterator[Layout]:
 
 def _variants(config: Config, layout: Layout, share: int, offload: bool) -> Iterator[ParallelismConfig]:
     model = config.model
-    sizes = [size for size in _divisors(share) if size & (size - 1) == 0 and size <= LARGEST_MICROBATCH]
     if not isinstance(model, DecoderConfig):
         for size in _divisors(share):
             yield replace(_with_degrees(config.parallelism, layout), microbatch_size=size)
         return
     assert isinstance(config.data, TokenDataConfig)
+    most = max(1, LARGEST_MICROBATCH_TOKENS // config.data.sequence_length)
+    sizes = [size for size in _divisors(share) if size & (size - 1) == 0 and size <= most]
     together = layout.tp > 1 and config.data.sequence_length % layout.tp == 0
     for schedule, per_rank in SCHEDULES if layout.pp > 1 else SCHEDULES[:1]:
         base = replace(
@@ -206,27 +208,44 @@ def _balanced_stages(config: Config, layout: Layout) -> Stages:
     return tuple((layers.start, layers.stop) for layers in split_layers(counts))
 
 
-def _first_that_fits(
-    config: Config, row: list[Option], usable_gib: float | None, refused: frozenset[str]
+def _judge_rows(
+    config: Config, rows: list[list[Option]], usable_gib: float | None, refused: frozenset[str]
+) -> list[Option]:
+    """Of each row the fastest variant that fits; where none does, the smallest, with the reason."""
+    judged, best_s = [], float("inf")
+    for row in sorted(rows, key=lambda row: min(option.step.seconds for option in row)):
+        row.sort(key=lambda option: option.step.seconds)
+        smallest = _judge(config, min(row, key=_size), usable_gib, refused, by_memory=True)
+        for option in row if smallest.fits else []:
+            found = _judge(config, option, usable_gib, refused, option.step.seconds < SLOW * best_s)
+            if found.fits:
+                best_s = min(best_s, found.step.seconds)
+                judged.append(found)
+                break
+        else:
+            judged.append(smallest)
+    return judged
+
+
+def _size(option: Option) -> tuple[int, ...]:
+    """Orders the variants of a row by what they need, nearly."""
+    given = option.parallelism
+    keeps = (Checkpointing.full, Checkpointing.selective, Checkpointing.none).index(given.checkpointing)
+    return not given.reshard_after_forward, keeps, option.batch.microbatch_size, given.stages_per_rank
+
+
+def _judge(
+    config: Config, option: Option, usable_gib: float | None, refused: frozenset[str], by_memory: bool
 ) -> Option:
-    """The fastest variant of a row that fits; where none does, the one that needs least, with the reason."""
-    least: Option | None = None
-    for option in sorted(row, key=lambda option: option.step.seconds):
-        judged = _judge(config, option, usable_gib, refused)
-        if judged.fits:
-            return judged
-        if least is None or (judged.memory_gib or 0) < (least.memory_gib or 0):
-            least = judged
-    assert least is not None
-    return least
+    """Whether an option fits, with the memory of its fullest rank.
 
-
-def _judge(config: Config, option: Option, usable_gib: float | None, refused: frozenset[str]) -> Option:
-    """Whether an option fits, with the memory of its fullest rank."""
+    Args:
+        by_memory: where it nearly fits, cut the stages by memory.
+    """
     given = replace(config, parallelism=option.parallelism)
     if memory_point(given, option.layout, option.batch) in refused:
         return replace(option, fits=False, refusal="memory ran out with it before")
-    memory = _memory(given, option, usable_gib)
+    memory = _memory(given, option, usable_gib, by_memory)
     if not memory:
         return option
     place = fullest(memory)
@@ -240,7 +259,9 @@ def _judge(config: Config, option: Option, usable_gib: float | None, refused: fr
     )
 
 
-def _memory(config: Config, option: Option, usable_gib: float | None) -> tuple[RankMemory, ...]:
+def _memory(
+    config: Config, option: Option, usable_gib: float | None, by_memory: bool
+) -> tuple[RankMemory, ...]:
     """Memory by place, for stages of equal time; where they nearly fit, for those cut by memory."""
     model, layout = config.model, option.layout
     if not isinstance(model, DecoderConfig):
@@ -252,7 +273,35 @@ def _memory(config: Config, option: Option, usable_gib: float | None) -> tuple[R
     memory_model = make_memory_model(config, model, layout, batch)
     memory = memory_model.ranks(_balanced_stages(config, layout))
     usable = None if usable_gib is None else int(usable_gib * GIB)
-    if usable is None or not usable < memory[fullest(memory)].total < NEAR * usable:
+    if usable is None or not by_memory or not usable < memory[fullest(memory)].total < NEAR * usable:
         return memory
-    counts = find_counts(memory_model, usable)
+    counts = _counts_that_fit(memory_model, model, usable)
+    if counts is None:
+        return memory
     return memory_model.ranks(tuple((layers.start, layers.stop) for layers in split_layers(counts)))
+
+
+def _counts_that_fit(memory_model: MemoryModel, model: DecoderConfig, usable: int) -> list[int] | None:
+    """Blocks of each stage, as even in time as memory allows; None where some are left over.
+
+    Blocks go, one by one, to the stage that is least busy and has room. `fit.find_counts` finds the best cut,
+    a hundred times slower.
+    """
+    config, pp = memory_model.config, memory_model.layout.pp
+    num_stages = pp * config.parallelism.stages_per_rank
+    counts = [1] * num_stages
+    busy = [
+        (1.0 + (stage == num_stages - 1) * block_worth(config, model), stage) for stage in range(num_stages)
+    ]
+    heapify(busy)
+    for _ in range(model.num_hidden_layers - num_stages):
+        while busy:
+            time, stage = heappop(busy)
+            more = dict.fromkeys(range(stage % pp, num_stages, pp), counts[stage] + 1)
+            if memory_model.rank(stage % pp, more).total <= usable:
+                counts[stage] += 1
+                heappush(busy, (time + 1, stage))
+                break
+        else:
+            return None
+    return counts
