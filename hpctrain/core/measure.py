@@ -69,7 +69,7 @@ class Bench:
         at_once: int = 1,
         parts: int = 1,
         moved: float = 0.0,
-        repeats: int = REPEATS,
+        repeats: int | None = None,
     ) -> None:
         """Time some work that all ranks do; None for a rank that only waits. Collective over the world.
 
@@ -79,7 +79,7 @@ class Bench:
         Raises:
             StoppedError: the ranks agreed to stop.
         """
-        own = self._times(work, repeats)
+        own = self._times(work, repeats or REPEATS)
         told: Any = self.mesh.gather_objects(own)
         if told is not None:
             lists = [[each / parts for each in times] for times in told if times is not None]

@@ -118,15 +118,8 @@ class Rank:
         gpu = gpu_number(config.cluster, facts.local_rank)
         if config.cluster.device is Device.cuda:
             bind_to_gpu(device_index(gpu, torch.cuda.device_count()))
-        mesh = build_mesh(
-            facts.rank,
-            gpu,
-            facts.world_size,
-            config.cluster.device,
-            facts.master_addr,
-            facts.master_port,
-            config.hang_timeout_s + 60,
-        )
+        where, timeout_s = (facts.master_addr, facts.master_port), config.hang_timeout_s + 60
+        mesh = build_mesh(facts.rank, gpu, facts.world_size, config.cluster.device, *where, timeout_s)
         if config.calibrate:
             self.leave(calibrate(config, self.run, self.attempt, mesh, flag), "")
             torch.distributed.destroy_process_group()
