@@ -27,7 +27,8 @@ from hpctrain.config.schema import (
     TokenDataConfig,
 )
 from hpctrain.core import clip, pipeline, tensor, trace
-from hpctrain.core.trace import Trace, Tracker, Traffic, trace_step
+from hpctrain.core.trace import trace_step
+from hpctrain.core.tracker import Trace, Tracker, Traffic
 from hpctrain.errors import ConfigError
 from hpctrain.plan.memory import GIB
 from hpctrain.plan.plan import RunPlan, make_plan
