@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,11 @@ def allocation(environment: Mapping[str, str] = os.environ) -> Allocation:
         restart=int(environment.get("SLURM_RESTART_COUNT", 0)),
         nodelist=environment.get("SLURM_JOB_NODELIST"),
     )
+
+
+def node_name(environment: Mapping[str, str] = os.environ) -> str:
+    """What Slurm calls this node, where it has started us; else the host's own name."""
+    return environment.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
 def submit_folder(environment: Mapping[str, str] = os.environ) -> Path:
