@@ -31,6 +31,7 @@ FIGURES = {
     "usable_gib": "what tensors and NCCL can take of it: without the driver and the CUDA context",
     "memory_gbps": "bandwidth of a device's memory",
     "matmul_efficiency": "share of the peak that a decoder's large products reach",
+    "fp16_accumulation_efficiency": "the same with sums in fp16, where it differs",
     "attention_efficiency": "share of the peak that causal attention reaches",
     "convnet_efficiency": "share of the peak that convolutional backbones reach in training",
     "transformer_efficiency": "share of the peak that vision transformers reach in training",

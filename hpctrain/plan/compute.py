@@ -1,12 +1,13 @@
 """How long a device computes on a block, on the head, and on an update of the weights.
 
-A matrix product takes its operations at the share of the peak that large products reach, and then the time
-that its matrices travel from and to memory: what is small or thin is slower. Everything between products is
-memory traffic alone. Attention sums in fp32 whatever the products do.
+A matrix product has a roofline (Williams et al. 2009) with a smooth corner, √(operations² + traffic²) in
+time, so that small and thin ones are slower. Everything between products is traffic alone. Attention sums in
+fp32 whatever the products do.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from hpctrain.config.hardware import Hardware
@@ -30,13 +31,15 @@ class Kernels:
     chunked_logit_bytes: float  #: backward, where logits are computed again
     gather_bytes: float  #: of each weight, to have it in the compute format, beside the network
     reduce_bytes: float  #: of each gradient, from the compute format to a sum in fp32
+    score_bytes: tuple[float, float]  #: of each entry of attention's square; 0 where it stays in the kernel
     whole_square: bool  #: attention computes what causality hides as well
     repeats_last: bool  #: recomputation goes to the very end of a block
     operators: tuple[int, int]  #: started one by one for a block
 
 
 # Counted from models/attention.py, models/rope.py, models/token_loss.py and FSDP2 (torch 2.14). Rotation is
-# written out and in fp32; documents are told apart by a mask, which kernels apply to the whole square.
+# written out and in fp32; documents are told apart by a mask, which attention reads for every head, and for
+# which it computes the whole square.
 EAGER = Kernels(
     residual=(10, 21),
     queries=(24, 35),
@@ -47,6 +50,7 @@ EAGER = Kernels(
     chunked_logit_bytes=36,
     gather_bytes=14,
     reduce_bytes=26,
+    score_bytes=(2, 2),
     whole_square=True,
     repeats_last=False,
     operators=(40, 70),
@@ -63,7 +67,7 @@ class Work:
     tp: int
     token_shards: int  #: ranks that share the tokens between the matrices
     element: int  #: bytes of a number in the compute format
-    peak_flops: float  #: of products
+    product_flops: float  #: operations a second of large products
     hardware: Hardware
     kernels: Kernels
 
@@ -71,7 +75,7 @@ class Work:
         """A matrix product [tokens, inputs] · [inputs, outputs]."""
         flops = 2.0 * tokens * inputs * outputs
         moved = self.element * (tokens * inputs + inputs * outputs + tokens * outputs)
-        return flops / (self.peak_flops * self.hardware["matmul_efficiency"]) + self.memory_s(moved)
+        return math.hypot(flops / self.product_flops, self.memory_s(moved))
 
     def memory_s(self, moved_bytes: float) -> float:
         return moved_bytes / (self.hardware["memory_gbps"] * 1e9)
@@ -101,11 +105,11 @@ def block_passes(work: Work, checkpointing: Checkpointing) -> Passes:
         if model.lora.rank and linear.name in model.lora.targets:
             trained += _adapter_s(work, inputs, outputs)
     frozen = bool(model.lora.rank)
-    attention = _attention_s(work)
+    attention, scores = _attention_s(work), [_scores_s(work, index) for index in (0, 1)]
     forward_memory, backward_memory = (_memory_s(work, index) for index in (0, 1))
-    forward = products + trained + attention + forward_memory
+    forward = products + trained + attention + scores[0] + forward_memory
     # Gradient of the input and gradient of the weights; attention computes its scores again (Dao 2023, §3).
-    backward = products * (1 if frozen else 2) + 2 * trained + 2.5 * attention + backward_memory
+    backward = products * (1 if frozen else 2) + 2 * trained + 2.5 * attention + scores[1] + backward_memory
     forward = max(forward, kernels.operators[0] * hardware["launch_us"] * 1e-6)
     backward = max(backward, kernels.operators[1] * hardware["launch_us"] * 1e-6)
     recompute = {
@@ -133,6 +137,11 @@ def _attention_s(work: Work) -> float:
     width = work.model.num_attention_heads * head_dim(work.model) / work.tp
     peak = work.hardware["fp32_tflops" if work.element == 4 else "bf16_tflops"] * 1e12
     return 4.0 * work.tokens * span * width / (peak * work.hardware["attention_efficiency"])
+
+
+def _scores_s(work: Work, index: int) -> float:
+    heads = work.model.num_attention_heads / work.tp
+    return work.memory_s(work.kernels.score_bytes[index] * work.tokens * work.length * heads)
 
 
 def _memory_s(work: Work, index: int) -> float:

@@ -198,7 +198,7 @@ def make_decoder_costs(
     layout: Layout,
     batch: BatchPlan,
     hardware: Hardware,
-    peak_flops: float,
+    product_flops: float,
     kernels: Kernels,
 ) -> DecoderCosts:
     assert isinstance(config.data, TokenDataConfig)
@@ -209,7 +209,7 @@ def make_decoder_costs(
         tp=layout.tp,
         token_shards=layout.tp if config.parallelism.sequence_parallel else 1,
         element=FP32 if config.optim.precision is Precision.fp32 else 2,
-        peak_flops=peak_flops,
+        product_flops=product_flops,
         hardware=hardware,
         kernels=kernels,
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.config.hardware import Hardware
-from hpctrain.config.schema import Config, DecoderConfig, VisionConfig
+from hpctrain.config.schema import Config, DecoderConfig, OptimConfig, VisionConfig
 from hpctrain.plan.batch import BatchPlan
 from hpctrain.plan.bubble import pipeline_s
 from hpctrain.plan.collectives import boundary_send_s
@@ -67,12 +67,28 @@ def predict_step(
     if peak is None or any(figure not in hardware for figure in NEEDED):
         return None
     if isinstance(config.model, DecoderConfig):
-        costs = make_decoder_costs(config, config.model, layout, batch, hardware, peak * 1e12, kernels)
+        costs = make_decoder_costs(
+            config,
+            config.model,
+            layout,
+            batch,
+            hardware,
+            product_flops(hardware, config.optim, peak),
+            kernels,
+        )
         return _decoder_step(config, layout, batch, stages, costs, exact)
     if isinstance(config.model, VisionConfig):
         parts = vision_parts(config, config.model, layout, batch, hardware, peak * 1e12)
         return None if parts is None else _undivided(parts, batch.num_microbatches)
     return None
+
+
+def product_flops(hardware: Hardware, optim: OptimConfig, peak: float) -> float:
+    """Operations a second that large products reach, of a peak in TFLOP/s."""
+    efficiency = hardware["matmul_efficiency"]
+    if optim.fp16_accumulation:
+        efficiency = hardware.get("fp16_accumulation_efficiency") or efficiency
+    return peak * 1e12 * efficiency
 
 
 def _undivided(parts: dict[str, float], num_microbatches: int) -> StepTime:
