@@ -50,9 +50,9 @@ def share_findings(site: Site, cluster: ClusterConfig) -> list[Finding]:
     findings = []
     mine = [s for s in site.shares if cluster.account in (None, s.account)]
     for share in mine:
-        promised = f", promised {share.norm_shares:.1%}" if share.norm_shares is not None else ""
-        used = f", used {share.effective_usage:.1%}" if share.effective_usage is not None else ""
-        found = f"{share.fair_share:.3f} of 1 under account {share.account}{promised}{used}"
+        shown = {"NormShares": share.norm_shares, "EffectvUsage": share.effective_usage}
+        rest = ", ".join(f"{name} {value:.3f}" for name, value in shown.items() if value is not None)
+        found = f"{share.fair_share:.3f} of 1 under account {share.account}" + f" ({rest})" * bool(rest)
         if not weight:
             findings.append(ok("fair share", found, "PriorityWeightFairShare=0: it does not count"))
         elif share.fair_share < 0.3:
@@ -136,7 +136,7 @@ def cost_findings(site: Site, cluster: ClusterConfig, partition: PartitionInfo) 
     counts_memory = "MEMORY" in site.setting("SelectTypeParameters").upper()
     asked = request_tres(cluster, cluster.mem_gib or (default_gib if counts_memory else 0.0))
     total = parse_tres(fields.get("TRES", ""))
-    shares = {n: amount / total[n] for n, amount in asked.items() if total.get(n) and amount}
+    shares = {n: amount / total[n] for n, amount in asked.items() if total.get(n) and amount and n != "node"}
     findings = []
     if shares:
         name = max(shares, key=lambda each: shares[each])

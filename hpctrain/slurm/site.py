@@ -60,7 +60,7 @@ class Share:
     """A user's standing under an account (sshare(1))."""
 
     account: str
-    norm_shares: float | None  #: share of the machine that was promised
+    norm_shares: float | None  #: promised share
     effective_usage: float | None  #: share that was used of late
     fair_share: (
         float  #: 1 is best; 0.5 is used as promised (classic), or the middle of the ranking (Fair Tree)
