@@ -43,6 +43,7 @@ def plan_verb(config: Config, flags: Namespace, with_parallelism: Callable[[str]
         if not flags.json:
             print_tables(_tables(asked, None, _look(asked), _sizes(asked, None), named))
         raise
+    asked.cluster.num_nodes = plan.num_nodes
     page = Planned(
         config=config,
         plan=plan,

@@ -19,6 +19,7 @@ from hpctrain.core.loss_scale import LossScale
 from hpctrain.core.mesh import Mesh
 from hpctrain.core.metrics import Deferred, Meter, Reporter
 from hpctrain.core.optim import Ema, build_optimizer, learning_rate
+from hpctrain.core.plan_check import PlanCheck
 from hpctrain.core.profile import StepTrace
 from hpctrain.core.state import Kept
 from hpctrain.core.step import TrainStep
@@ -32,6 +33,8 @@ from hpctrain.plan.layout import AXES
 from hpctrain.plan.plan import RunPlan
 from hpctrain.run.causes import CauseKind
 from hpctrain.run.directory import RunDirectory, write_json
+from hpctrain.run.drift import drift_lines
+from hpctrain.run.ledger import Ledger
 
 PREEMPTION_TIMEOUT_S = 20.0  # how long a silent peer is waited for when grace may be short
 
@@ -127,6 +130,8 @@ class Training:
         trace = self.run.profile / f"{self.attempt}_{mesh.rank}.json.gz"
         self.trace = StepTrace(config.profile.steps, trace, mesh.device)
         if mesh.rank == 0:
+            on_gpu = mesh.device.type == "cuda"
+            self.plan_check = PlanCheck(self.plan, Ledger(self.run.ledger), self.attempt, on_gpu=on_gpu)
             self.reporter = Reporter(
                 self.run.metrics, self.run.tensorboard, self.attempt, self.num_steps, self.progress.step
             )
@@ -165,6 +170,9 @@ class Training:
         for record in self.deferred.ready(wait=wait):
             assert self.reporter is not None
             self.reporter.train(record)
+            compared = self.plan_check.add(record)
+            if compared is not None:
+                self.reporter.say("plan  " + "; ".join(drift_lines(compared)))
             if not math.isfinite(record["loss"]):
                 raise FloatingPointError(f"the loss is {record['loss']} at step {record['step']}")
 

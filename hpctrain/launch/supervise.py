@@ -22,6 +22,7 @@ from hpctrain.launch.ranks import LocalRanks, SlurmRanks
 from hpctrain.plan.plan import RunPlan
 from hpctrain.run.causes import AttemptCause, CauseKind, RankCause, classify, read_causes
 from hpctrain.run.directory import RunDirectory, make_attempt
+from hpctrain.run.exhausted import note_out_of_memory
 from hpctrain.run.ledger import Attempt, Ledger
 
 LEASE_S = 120.0  # how long a lock of a lost node may live on NFS
@@ -83,6 +84,14 @@ class Supervisor:
             decision=decision.action,
             reason=decision.reason,
         )
+        if cause.kind is CauseKind.out_of_memory and self.plan.point:
+            note_out_of_memory(
+                self.run.path.parent,
+                self.plan.point,
+                run=self.run.name,
+                attempt=attempt,
+                message=cause.message,
+            )
         said = f"{cause.kind}: {cause.message}" if cause.message else cause.kind
         print(f"hpctrain: attempt {attempt}: {said} → {decision.action} ({decision.reason})", flush=True)
 

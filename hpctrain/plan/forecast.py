@@ -42,6 +42,7 @@ class Forecast:
     days: Interval | None = None  #: calendar days, with the hours a day that the nodes are ours
     cost: Interval | None = None  #: of all devices, in `currency`
     currency: str = ""
+    signal_lead_s: float = 0.0  #: how long before its end a start is warned
 
     @property
     def samples_per_s(self) -> Interval:
@@ -110,6 +111,7 @@ def make_forecast(
         days=hours.scaled(1 / told.hours_per_day) if hours else None,
         cost=hours.scaled(price * layout.world_size) if hours and price is not None else None,
         currency=told.currency,
+        signal_lead_s=config.cluster.signal_lead_s,
     )
 
 
@@ -149,8 +151,8 @@ def save_s(config: Config, hardware: Hardware) -> float:
 def total_s(config: Config, hardware: Hardware, num_steps: int, step_s: float) -> float:
     """Training, saves, and starts after interruptions and time limits; evaluation is left out.
 
-    An interruption costs a save, the way back into the cluster, and a load; what had been done since the last
-    checkpoint is saved on the way out.
+    An interruption costs the way back into the cluster, a load, and a save; where a save takes longer than
+    the warning, instead of it the half of a checkpoint interval, which is done again.
     """
     save, every = save_s(config, hardware), config.checkpoint.every_steps
     limit_min = config.cluster.time_limit_min
@@ -158,7 +160,8 @@ def total_s(config: Config, hardware: Hardware, num_steps: int, step_s: float) -
     per_s = config.plan.interruptions_per_day / DAY_S
     if limit_min is not None:
         per_s += 1 / (limit_min * 60)
-    lost = min(0.9, per_s * (hardware["requeue_s"] + 2 * save))
+    again = save if save <= config.cluster.signal_lead_s else every * step_s / 2
+    lost = min(0.9, per_s * (hardware["requeue_s"] + save + again))
     return training / (1 - lost)
 
 
@@ -187,8 +190,16 @@ def parse_duration_s(text: str) -> float | None:
     return sum(float(number) * units[unit] for number, unit in re.findall(r"([\d.]+)([dhm])", text))
 
 
-def duration_text(seconds: float) -> str:
-    """`36 h`, `4.2 days`, `12 min`."""
-    if seconds >= 3 * DAY_S:
-        return f"{seconds / DAY_S:.1f} days"
-    return f"{seconds / 3600:.1f} h" if seconds >= 7200 else f"{seconds / 60:.0f} min"
+def duration_text(seconds: float, high_s: float | None = None) -> str:
+    """`36.0 h`, `4.2 days`, `12 min`; with the upper end of a range `33.0–38.0 h`."""
+    unit, size = (
+        ("days", DAY_S) if seconds >= 3 * DAY_S else ("h", 3600.0) if seconds >= 7200 else ("min", 60.0)
+    )
+    digits = 0 if unit == "min" else 1
+    upper = "" if high_s is None else f"–{high_s / size:.{digits}f}"
+    return f"{seconds / size:.{digits}f}{upper} {unit}"
+
+
+def span_text(total: Interval) -> str:
+    """`34.2 h (31.0–38.5 h)`."""
+    return f"{duration_text(total.mid)} ({duration_text(total.low, total.high)})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.config.schema import Config
-from hpctrain.plan.forecast import Forecast, duration_text, parse_duration_s
+from hpctrain.plan.forecast import Forecast, duration_text, parse_duration_s, span_text
 
 SMALL_SHARE = 0.01  # of a step, below which a cause is not told
 
@@ -24,9 +24,9 @@ def time_findings(config: Config, forecast: Forecast | None) -> list[str]:
     total = forecast.total_s
     if wanted and total is not None and total.mid > wanted:
         found.append(
-            f"deadline={config.deadline}, but the run takes {_span(forecast)} on "
-            f"{config.cluster.num_nodes} nodes; cluster.num_nodes=-1 takes as many as it needs, and "
-            "`hpctrain plan` shows what each number of nodes would take"
+            f"deadline={config.deadline}, but the run takes {span_text(total)} on "
+            f"{config.cluster.num_nodes} nodes{_why(forecast)}; cluster.num_nodes=-1 takes as many as it "
+            "needs, and `hpctrain plan` shows what each number of nodes would take"
         )
     limit_min, lead_s = config.cluster.time_limit_min, config.cluster.signal_lead_s
     if limit_min is not None:
@@ -38,6 +38,13 @@ def time_findings(config: Config, forecast: Forecast | None) -> list[str]:
                 "come back to the same step for ever"
             )
     return found
+
+
+def _why(forecast: Forecast) -> str:
+    supply = forecast.supply
+    if not forecast.parts.get("data") or supply is None or supply.rate is None:
+        return ""
+    return f", because {supply.limit} gives {supply.rate:,.0f} samples/s and no more"
 
 
 def forecast_lines(forecast: Forecast) -> list[str]:
@@ -60,33 +67,33 @@ def forecast_lines(forecast: Forecast) -> list[str]:
         f"saves   {forecast.checkpoint_bytes / 1e9:.1f} GB, {save.text(2)} s each; "
         f"{forecast.disk_bytes / 1e9:.0f} GB of disk for those that are kept"
     )
+    if save.mid > forecast.signal_lead_s:
+        lines.append(
+            f"        longer than the warning before the end, cluster.signal_lead_s="
+            f"{forecast.signal_lead_s:g}: an ended start goes back to the last regular save"
+        )
     return lines
 
 
 def _run_lines(forecast: Forecast) -> list[str]:
     assumed = ", if there are as many samples as plan.num_samples or num_tokens says" * forecast.is_assumed
-    lines = [f"run     {forecast.num_steps:,} steps: {_span(forecast)}{assumed}"]
-    if forecast.deadline_s is not None and forecast.total_s is not None:
-        sure = "surely" if forecast.total_s.high <= forecast.deadline_s else "probably"
-        if forecast.total_s.mid <= forecast.deadline_s:
+    total = forecast.total_s
+    assert total is not None
+    lines = [f"run     {forecast.num_steps:,} steps: {span_text(total)}{assumed}"]
+    if forecast.deadline_s is not None:
+        sure = "surely" if total.high <= forecast.deadline_s else "probably"
+        if total.mid <= forecast.deadline_s:
             lines.append(f"        meets its deadline of {duration_text(forecast.deadline_s)} {sure}")
     if forecast.one_device_s is not None and forecast.speed_up is not None:
         lines.append(
             f"        one card would take {duration_text(forecast.one_device_s)}: "
             f"{forecast.speed_up:.1f} times as long"
         )
-    if forecast.days is not None and forecast.total_s is not None and forecast.days.mid > 1:
-        days = forecast.days
-        lines.append(f"        {days.text(2)} days by the calendar")
+    if forecast.days is not None and forecast.days.mid * 86_400 > 1.01 * total.mid:
+        lines.append(f"        {forecast.days.text(2)} days by the calendar, with plan.hours_per_day")
     if forecast.cost is not None:
         lines.append(f"        costs {forecast.cost.text()} {forecast.currency}")
     return lines
-
-
-def _span(forecast: Forecast) -> str:
-    assert forecast.total_s is not None
-    total = forecast.total_s
-    return f"{duration_text(total.mid)} ({duration_text(total.low)} to {duration_text(total.high)})"
 
 
 def _supply_line(forecast: Forecast) -> str:

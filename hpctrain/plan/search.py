@@ -231,7 +231,13 @@ def _size(option: Option) -> tuple[int, ...]:
     """Orders the variants of a row by what they need, nearly."""
     given = option.parallelism
     keeps = (Checkpointing.full, Checkpointing.selective, Checkpointing.none).index(given.checkpointing)
-    return not given.reshard_after_forward, keeps, option.batch.microbatch_size, given.stages_per_rank
+    return (
+        not given.offload_optimizer,
+        not given.reshard_after_forward,
+        keeps,
+        option.batch.microbatch_size,
+        given.stages_per_rank,
+    )
 
 
 def _judge(

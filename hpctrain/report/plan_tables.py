@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hpctrain.plan.forecast import duration_text
+from hpctrain.plan.forecast import duration_text, span_text
 from hpctrain.plan.memory import GIB, fullest
 from hpctrain.plan.search import Found, Option
 from hpctrain.plan.sizing import Size, fewest_nodes
@@ -47,10 +47,14 @@ def size_table(sizes: Sequence[Size], deadline_s: float | None, shown: Sequence[
         if size.plan is None or forecast is None or forecast.total_s is None:
             table.add_row(str(size.num_nodes), UNKNOWN, UNKNOWN, UNKNOWN, size.refusal or "no time known")
             continue
-        total = forecast.total_s
-        time = f"{duration_text(total.mid)} ({duration_text(total.low)}–{duration_text(total.high)})"
         cost = f"{forecast.cost.text()} {forecast.currency}" if forecast.cost else UNKNOWN
-        table.add_row(str(size.num_nodes), size.layout_text(), time, cost, _verdict(size, deadline_s))
+        table.add_row(
+            str(size.num_nodes),
+            size.layout_text(),
+            span_text(forecast.total_s),
+            cost,
+            _verdict(size, deadline_s),
+        )
     return table
 
 

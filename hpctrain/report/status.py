@@ -10,6 +10,7 @@ from typing import Any
 from hpctrain import slurm
 from hpctrain.errors import ClusterError
 from hpctrain.run.directory import RunDirectory
+from hpctrain.run.drift import drift_lines
 from hpctrain.run.ledger import Attempt, Ledger
 
 LIVE_STATES = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED")
@@ -32,6 +33,7 @@ class Status:
     evaluation: dict[str, Any]
     cause: str
     reason: str
+    compared: dict[str, Any]  #: with the plan, after warm-up
     attempts: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -71,6 +73,7 @@ def make_status(run: RunDirectory) -> Status:
         evaluation=evaluations[-1] if evaluations else {},
         cause=str((end or {}).get("message") or (end or {}).get("cause") or ""),
         reason=str((end or {}).get("reason") or ""),
+        compared=ledger.last("compared") or {},
         attempts=[_attempt_facts(a) for a in attempts],
     )
 
@@ -130,6 +133,8 @@ def text(status: Status) -> str:
     rate = f", {status.samples_per_s:.1f} samples/s" if status.samples_per_s else ""
     saved = f", saved at {status.saved_step}" if status.saved_step is not None else ""
     lines.append(f"  steps     {status.step}{total}{saved}{rate}")
+    if status.compared:
+        lines += [f"  plan      {told}" for told in drift_lines(status.compared)]
     if "loss" in status.last:
         lines.append(f"  loss      {float(status.last['loss']):.4f} at step {status.last['step']}")
     shown = {k: v for k, v in status.evaluation.items() if isinstance(v, float) and k != "time"}
