@@ -91,26 +91,20 @@ def measure_layers(bench: Bench) -> None:
 
 
 def _measure_decoder_products(bench: Bench, tokens: int, width: int) -> None:
-    """The matrices of a decoder's block, forward and backward, one after the other."""
+    """A matrix of a decoder's MLP, forward and backward: three products of the same size."""
     inner = 8 * width // 3
-    shapes = [(width, width)] * 4 + [(width, inner)] * 2 + [(inner, width)]
-    matrices, flops, numbers = [], 0.0, 0.0
-    for inputs, outputs in shapes:
-        weight = torch.randn(inputs, outputs, device=bench.mesh.device, dtype=bench.dtype, requires_grad=True)
-        matrices.append(weight)
-        flops += TRAINING * 2.0 * tokens * inputs * outputs
-        numbers += TRAINING * (tokens * inputs + inputs * outputs + tokens * outputs)
-    like = {"device": bench.mesh.device, "dtype": bench.dtype}
-    given = {size: torch.randn(tokens, size, **like).requires_grad_() for size in (width, inner)}  # type: ignore[call-overload]
-    gradients = {size: torch.randn(tokens, size, **like) for size in (width, inner)}  # type: ignore[call-overload]
+    weight, x, gradient = (
+        torch.randn(rows, columns, device=bench.mesh.device, dtype=bench.dtype)
+        for rows, columns in ((width, inner), (tokens, width), (tokens, inner))
+    )
+    weight.requires_grad_(), x.requires_grad_()
 
     def work() -> None:
-        for weight in matrices:
-            x = given[weight.shape[0]]
-            (x @ weight).backward(gradients[weight.shape[1]])
-            x.grad = weight.grad = None
+        (x @ weight).backward(gradient)  # type: ignore[no-untyped-call]
+        x.grad = weight.grad = None
 
-    bench.add("decoder_products", flops, work, moved=bench.dtype.itemsize * numbers)
+    moved = TRAINING * sum(each.nbytes for each in (weight, x, gradient))
+    bench.add("decoder_products", TRAINING * 2.0 * tokens * width * inner, work, moved=moved)
 
 
 def _measure_attention(bench: Bench, heads: int, dim: int, length: int) -> None:

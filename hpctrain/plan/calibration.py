@@ -190,9 +190,10 @@ def compute_figures(calibration: Calibration, known_tflops: float | None) -> dic
 
 
 def _without_memory(row: Row, bytes_s: float) -> Row:
-    """The times less what plan/compute.py takes for the memory traffic of products, which is half of it at
-    the most."""
-    return replace(row, seconds=[max(s / 2, s - row.moved / bytes_s) for s in row.seconds])
+    """The times without the memory traffic that plan/compute.py adds to them as to a right angle's side, and
+    that is at most half of them."""
+    moved_s = row.moved / bytes_s
+    return replace(row, seconds=[math.sqrt(max(s**2 - moved_s**2, (s / 2) ** 2)) for s in row.seconds])
 
 
 def overlap_figure(calibration: Calibration) -> dict[str, Range]:

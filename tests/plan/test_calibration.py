@@ -90,9 +90,9 @@ def test_with_a_data_sheet_efficiencies_are_shares_of_its_peak() -> None:
 
 
 def test_decoder_products_are_measured_beside_their_memory_traffic() -> None:
-    """A product of 1e9 FLOPs at half of the peak, and 1e6 bytes at 1 GB/s: the plan adds the two."""
+    """1e9 FLOPs at half of the peak take 10 ms and 7.5e6 bytes at 1 GB/s 7.5 ms: together hypot of the two."""
     rows = [Row("matmul", 2e9, [0.01]), Row("device_memory", 1e9, [1.0])]
-    products = Row("decoder_products", 1e9, [0.01 + 0.001], moved=1e6)
+    products = Row("decoder_products", 1e9, [0.0125], moved=7.5e6)
     assert figures(*rows, products)["matmul_efficiency"] == pytest.approx(0.5)
 
 
