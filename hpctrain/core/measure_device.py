@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpctrain.core.measure import Bench
+from hpctrain.plan.compute import EAGER
 
 MIB = 1024**2
 TRAINING = 3  # FLOPs of forward and backward over those of forward, as the plan counts
@@ -114,7 +115,8 @@ def _measure_attention(bench: Bench, heads: int, dim: int, length: int) -> None:
     x = torch.randn(1, heads, length, dim, device=bench.mesh.device)
     mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=bench.mesh.device).tril()
     attend = partial(F.scaled_dot_product_attention, attn_mask=mask)
-    bench.add("attention", flops, trained(bench, lambda x: attend(x, x, x), x))
+    moved = sum(EAGER.score_bytes) * heads * length**2
+    bench.add("attention", flops, trained(bench, lambda x: attend(x, x, x), x), moved=moved)
 
 
 def trained(bench: Bench, layer: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], None]:

@@ -190,10 +190,11 @@ def compute_figures(calibration: Calibration, known_tflops: float | None) -> dic
 
 
 def _without_memory(row: Row, bytes_s: float) -> Row:
-    """The times without the memory traffic that plan/compute.py adds to them as to a right angle's side, and
-    that is at most half of them."""
-    moved_s = row.moved / bytes_s
-    return replace(row, seconds=[math.sqrt(max(s**2 - moved_s**2, (s / 2) ** 2)) for s in row.seconds])
+    """The times without the memory traffic for which plan/compute.py has a time of its own: of products both
+    make a hypotenuse, of attention a sum. At most half of a time is taken away."""
+    power, moved_s = (1 if row.what == "attention" else 2), row.moved / bytes_s
+    left = [max(s**power - moved_s**power, (s / 2) ** power) ** (1 / power) for s in row.seconds]
+    return replace(row, seconds=left)
 
 
 def overlap_figure(calibration: Calibration) -> dict[str, Range]:

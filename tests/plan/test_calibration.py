@@ -90,10 +90,17 @@ def test_with_a_data_sheet_efficiencies_are_shares_of_its_peak() -> None:
 
 
 def test_decoder_products_are_measured_beside_their_memory_traffic() -> None:
-    """1e9 FLOPs at half of the peak take 10 ms and 7.5e6 bytes at 1 GB/s 7.5 ms: together hypot of the two."""
+    """1e9 FLOPs at half of the peak take 10 ms, 7.5e6 bytes at 1 GB/s 7.5 ms, both together their hypotenuse."""
     rows = [Row("matmul", 2e9, [0.01]), Row("device_memory", 1e9, [1.0])]
     products = Row("decoder_products", 1e9, [0.0125], moved=7.5e6)
     assert figures(*rows, products)["matmul_efficiency"] == pytest.approx(0.5)
+
+
+def test_attention_is_measured_without_its_mask() -> None:
+    """Which the plan adds: 1e6 bytes at 1 GB/s take 1 ms."""
+    rows = [Row("matmul", 2e9, [0.01]), Row("device_memory", 1e9, [1.0])]
+    found = figures(*rows, Row("attention", 1e9, [0.01 + 0.001], moved=1e6))
+    assert found["attention_efficiency"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(("both_s", "overlap"), [(0.1, 1.0), (0.15, 0.5), (0.2, 0.01), (0.3, 0.01)])
