@@ -90,7 +90,7 @@ def test_with_a_data_sheet_efficiencies_are_shares_of_its_peak() -> None:
 
 
 def test_decoder_products_are_measured_beside_their_memory_traffic() -> None:
-    """1e9 FLOPs at half of the peak take 10 ms, 7.5e6 bytes at 1 GB/s 7.5 ms, both together their hypotenuse."""
+    """1e9 FLOPs at half of the peak take 10 ms, 7.5e6 bytes at 1 GB/s 7.5 ms, together their hypotenuse."""
     rows = [Row("matmul", 2e9, [0.01]), Row("device_memory", 1e9, [1.0])]
     products = Row("decoder_products", 1e9, [0.0125], moved=7.5e6)
     assert figures(*rows, products)["matmul_efficiency"] == pytest.approx(0.5)
