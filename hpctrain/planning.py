@@ -11,13 +11,13 @@ from typing import Any
 
 from hpctrain.config.compose import WITHOUT_DATA
 from hpctrain.config.schema import Config
-from hpctrain.errors import PlanError
+from hpctrain.errors import ConfigError, PlanError
 from hpctrain.launch.inputs import data_lines, find_workload
 from hpctrain.launch.submit import checked_plan, planned
 from hpctrain.plan.hardware import hardware_of
 from hpctrain.plan.plan import RunPlan
 from hpctrain.plan.search import Found, search
-from hpctrain.plan.sizing import Size, deadline_s, fewest_nodes, make_size, make_sizes
+from hpctrain.plan.sizing import Size, deadline_s, fewest_nodes, make_size, make_sizes, sizes_up_to
 from hpctrain.report.plan_tables import comparison_table, layout_table, print_tables, size_table
 from hpctrain.run.exhausted import find_out_of_memory
 
@@ -43,14 +43,9 @@ def plan_verb(config: Config, flags: Namespace, with_parallelism: Callable[[str]
         if not flags.json:
             print_tables(_tables(asked, None, _look(asked), _sizes(asked, None), named))
         raise
+    sizes = _sizes(asked, plan, everything=flags.html is not None)
     asked.cluster.num_nodes = plan.num_nodes
-    page = Planned(
-        config=config,
-        plan=plan,
-        found=_look(asked),
-        sizes=_sizes(asked, plan, everything=flags.html is not None),
-        named=named,
-    )
+    page = Planned(config=config, plan=plan, found=_look(asked), sizes=sizes, named=named)
     if flags.html is not None:
         from hpctrain.report.plan_page import write_page
 
@@ -72,17 +67,35 @@ def plan_verb(config: Config, flags: Namespace, with_parallelism: Callable[[str]
 
 
 def _look(config: Config) -> Found | None:
-    if config.cluster.num_nodes < 1:
+    if config.cluster.num_nodes < 1 or not _has_figures(config):
         return None
     found = search(config, hardware_of(config.cluster), frozenset(find_out_of_memory(Path(config.run_root))))
     return found if found.num_tried > 1 else None
 
 
+def _has_figures(config: Config) -> bool:
+    try:
+        return bool(hardware_of(config.cluster).figures)
+    except ConfigError:
+        return False
+
+
 def _sizes(config: Config, plan: RunPlan | None, *, everything: bool = False) -> list[Size]:
-    """Where there is a deadline, or a page wants a curve, and time can be predicted."""
-    if (config.deadline is None and not everything) or (plan is not None and plan.forecast is None):
+    """Up to the fewest that meet the deadline, one more, and twice as many; everything: for a curve."""
+    wanted, workload, most = deadline_s(config), find_workload(config), config.plan.max_nodes
+    is_known = plan.forecast is not None if plan else _has_figures(config)
+    if not is_known or (wanted is None and not everything):
         return []
-    return make_sizes(config, find_workload(config), list(range(1, config.plan.max_nodes + 1)))
+    if everything:
+        return make_sizes(config, workload, list(range(1, most + 1)))
+    assert wanted is not None
+    if config.cluster.num_nodes == -1 and plan is not None:
+        sizes = make_sizes(config, workload, [max(1, plan.num_nodes // 2), plan.num_nodes])
+    else:
+        sizes = sizes_up_to(config, workload, wanted)
+    last = sizes[-1].num_nodes
+    more = {last + 1, 2 * last, config.cluster.num_nodes}
+    return sizes + make_sizes(config, workload, sorted(n for n in more if last < n <= most))
 
 
 def _size_of(config: Config) -> Size:

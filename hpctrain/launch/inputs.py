@@ -60,7 +60,7 @@ def find_workload(config: Config) -> Workload | None:
     """What an epoch reads: packed data as counted, else what `plan.num_samples` or `plan.num_tokens` says."""
     meta, told = _read_meta(config), config.plan
     if isinstance(config.data, TokenDataConfig):
-        num_tokens = meta["num_tokens"] if meta else told.num_tokens
+        num_tokens = meta.get("num_tokens") if meta else told.num_tokens
         if num_tokens is None:
             return None
         length = config.data.sequence_length
@@ -70,7 +70,7 @@ def find_workload(config: Config) -> Workload | None:
             is_packed=meta is not None,
         )
     pixel_bytes = JPEG_BYTES_PER_PIXEL * 1e6
-    if meta is not None:
+    if meta is not None and "shards" in meta:
         size = sum(shard["size_bytes"] for shard in meta["shards"]) / max(1, meta["num_samples"])
         return Workload(num_samples=meta["num_samples"], sample_bytes=size, megapixels=size / pixel_bytes)
     if told.num_samples is None:

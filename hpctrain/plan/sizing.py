@@ -54,10 +54,13 @@ def make_size(config: Config, workload: Workload | None, num_nodes: int) -> Size
     try:
         plan = make_plan(choose_layout(given), workload)
     except PlanError as refusal:
-        return Size(
-            num_nodes=num_nodes, plan=None, refusal=str(refusal).partition("\n  - ")[2].split("\n")[0]
-        )
+        return Size(num_nodes=num_nodes, plan=None, refusal=_first_line(refusal))
     return Size(num_nodes=num_nodes, plan=plan)
+
+
+def _first_line(refusal: PlanError) -> str:
+    """The first finding, without what would change it."""
+    return str(refusal).partition("\n  - ")[2].partition("\n")[0].partition("; ")[0]
 
 
 def choose(config: Config, workload: Workload | None, refused: frozenset[str] = frozenset()) -> Config:
@@ -75,7 +78,7 @@ def _needed_nodes(config: Config, workload: Workload | None) -> int:
     wanted, asked = deadline_s(config), "cluster.num_nodes=-1: the fewest nodes that meet the deadline"
     if wanted is None:
         raise PlanError(f"{asked}, but there is no deadline; add deadline=36h")
-    sizes = make_sizes(config, workload, list(range(1, config.plan.max_nodes + 1)))
+    sizes = sizes_up_to(config, workload, wanted)
     nodes = fewest_nodes(sizes, wanted)
     if nodes is None:
         known = [size for size in sizes if size.forecast and size.forecast.total_s]
@@ -87,6 +90,14 @@ def _needed_nodes(config: Config, workload: Workload | None) -> int:
             f"{duration_text(_expected_s(least))} on {least.num_nodes}; a later deadline, or more nodes"
         )
     return nodes
+
+
+def sizes_up_to(config: Config, workload: Workload | None, deadline_s: float) -> list[Size]:
+    """Plan the run on one node, two, …, until the deadline is met or `plan.max_nodes` is reached."""
+    sizes: list[Size] = []
+    while len(sizes) < config.plan.max_nodes and fewest_nodes(sizes, deadline_s) is None:
+        sizes.append(make_size(config, workload, len(sizes) + 1))
+    return sizes
 
 
 def _expected_s(size: Size) -> float:
@@ -102,6 +113,13 @@ def choose_layout(config: Config, refused: frozenset[str] = frozenset()) -> Conf
     if not config.parallelism.auto:
         return config
     found = search(config, hardware_of(config.cluster), refused)
+    if not found.num_tried:
+        raise PlanError(
+            f"parallelism.auto=true: no time can be predicted on {config.cluster.num_nodes} nodes; "
+            f"cluster.hardware={config.cluster.hardware} has no figures (`hpctrain calibrate` measures "
+            "them), the model's costs are not known (`hpctrain plan --trace` measures them), or "
+            "optim.global_batch_size divides by no number of replicas"
+        )
     if found.best is None:
         nearest = [f"\n  - {each.name()}: {found.reason(each)}" for each in found.others[:4]]
         raise PlanError(f"no layout of {config.cluster.num_nodes} nodes fits:" + "".join(nearest))
