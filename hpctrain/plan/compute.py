@@ -8,7 +8,7 @@ fp32 whatever the products do.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpctrain.config.hardware import Hardware
 from hpctrain.config.schema import Checkpointing, DecoderConfig, DecoderFamily, OptimConfig, OptimizerKind
@@ -31,6 +31,8 @@ class Kernels:
     chunked_logit_bytes: float  #: backward, where logits are computed again
     gather_bytes: float  #: of each weight, to have it in the compute format, beside the network
     reduce_bytes: float  #: of each gradient, from the compute format to a sum in fp32
+    reduce_element: int = 4  #: bytes of a gradient that crosses links
+    reduces_once: bool = False  #: a step, in its last microbatch, instead of in every one
     score_bytes: tuple[float, float]  #: of each entry of attention's square; 0 where it stays in the kernel
     whole_square: bool  #: attention computes what causality hides as well
     repeats_last: bool  #: recomputation goes to the very end of a block
@@ -42,7 +44,7 @@ class Kernels:
 # which it computes the whole square.
 EAGER = Kernels(
     residual=(10, 21),
-    queries=(24, 35),
+    queries=(24, 33),
     keys=(20, 27),
     mlp=(5, 9),
     head_norms=(2, 3),
@@ -54,6 +56,17 @@ EAGER = Kernels(
     whole_square=True,
     repeats_last=False,
     operators=(40, 70),
+)
+
+# torch.compile makes one kernel of what lies between two products.
+COMPILED = replace(
+    EAGER,
+    residual=(8, 13),
+    queries=(8, 12),
+    keys=(4, 5),
+    mlp=(3, 5),
+    head_norms=(1, 2),
+    operators=(15, 25),
 )
 
 

@@ -83,6 +83,8 @@ class DecoderCosts:
         gather, reduce = self._weights(layers, has_embedding, has_head)
         again = gather if self.config.parallelism.reshard_after_forward else 0.0
         dp_f = self._exposed(gather, compute_f)
+        if self.work.kernels.reduces_once:
+            reduce /= self.batch.num_microbatches
         dp_b = self._exposed(again + reduce, compute_b + recompute)
         offload_f, offload_b = self._offload(
             layers, has_embedding, has_head, compute_f, compute_b + recompute
@@ -156,7 +158,7 @@ class DecoderCosts:
         reduce = work.memory_s(kernels.reduce_bytes * trained)
         if group.size > 1:
             gather += units * all_gather_s(work.element * held / units, group, self.hardware)
-            reduce += units * reduce_scatter_s(FP32 * trained / units, group, self.hardware)
+            reduce += units * reduce_scatter_s(kernels.reduce_element * trained / units, group, self.hardware)
         return gather, reduce
 
     def _exposed(self, communication_s: float, compute_s: float) -> float:

@@ -14,7 +14,7 @@ from hpctrain.config.schema import Config, DecoderConfig, OptimConfig, VisionCon
 from hpctrain.plan.batch import BatchPlan
 from hpctrain.plan.bubble import pipeline_s
 from hpctrain.plan.collectives import boundary_send_s
-from hpctrain.plan.compute import EAGER, Kernels
+from hpctrain.plan.compute import COMPILED, EAGER, Kernels
 from hpctrain.plan.decoder_time import DecoderCosts, make_decoder_costs
 from hpctrain.plan.hardware import peak_tflops
 from hpctrain.plan.layout import Layout
@@ -54,14 +54,14 @@ def predict_step(
     hardware: Hardware,
     *,
     exact: bool = False,
-    kernels: Kernels = EAGER,
+    kernels: Kernels | None = None,
 ) -> StepTime | None:
     """The time of a step; None where the figures of the device or the costs of the model are not known.
 
     Args:
         stages: of a decoder; empty for other models.
         exact: simulate the pipeline's schedule; else a closed form (see `bubble`).
-        kernels: what a decoder's implementation moves; another one's for published measurements.
+        kernels: what a decoder's implementation moves; None for ours.
     """
     peak = peak_tflops(hardware, config.optim)
     if peak is None or any(figure not in hardware for figure in NEEDED):
