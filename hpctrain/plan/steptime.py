@@ -67,6 +67,7 @@ def predict_step(
     if peak is None or any(figure not in hardware for figure in NEEDED):
         return None
     if isinstance(config.model, DecoderConfig):
+        kernels = kernels or (COMPILED if config.parallelism.compile else EAGER)
         costs = make_decoder_costs(
             config,
             config.model,
