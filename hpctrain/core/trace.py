@@ -30,8 +30,8 @@ from hpctrain.data.token_batch import TokenBatch
 from hpctrain.errors import ConfigError
 from hpctrain.models.registry import resolve_spec
 from hpctrain.models.spec import DataFacts, ReadPiece, StagedModel, make_parameter_groups
+from hpctrain.plan.decoder_memory import most_in_flight
 from hpctrain.plan.layout import AXES
-from hpctrain.plan.memory import most_in_flight
 from hpctrain.plan.plan import RunPlan
 from hpctrain.plan.schedule import make_schedule
 

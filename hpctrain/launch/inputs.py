@@ -72,7 +72,12 @@ def find_workload(config: Config) -> Workload | None:
     pixel_bytes = JPEG_BYTES_PER_PIXEL * 1e6
     if meta is not None and "shards" in meta:
         size = sum(shard["size_bytes"] for shard in meta["shards"]) / max(1, meta["num_samples"])
-        return Workload(num_samples=meta["num_samples"], sample_bytes=size, megapixels=size / pixel_bytes)
+        return Workload(
+            num_samples=meta["num_samples"],
+            sample_bytes=size,
+            megapixels=size / pixel_bytes,
+            num_identities=len(meta["identities"]),
+        )
     if told.num_samples is None:
         return None
     return Workload(

@@ -2,22 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import cache
 from operator import add
 
-from hpctrain.config.schema import Config, DecoderConfig
+from hpctrain.config.schema import Config, DecoderConfig, ImageDataConfig, VisionConfig
 from hpctrain.plan.batch import BatchPlan
+from hpctrain.plan.decoder_memory import MemoryModel, make_memory_model
 from hpctrain.plan.hardware import hardware_of
 from hpctrain.plan.layout import Layout
-from hpctrain.plan.memory import GIB, MemoryModel, RankMemory, fullest, make_memory_model
+from hpctrain.plan.memory import GIB, RankMemory, fullest, host_bytes_per_node
 from hpctrain.plan.stages import Stages, cheapest_counts, split_layers, stage_flops
+from hpctrain.plan.vision_memory import replicated_memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """What a run needs of the device, and whether it has it."""
+
+    stages: Stages = ()
+    memory: tuple[RankMemory, ...] = ()
+    findings: list[str] = field(default_factory=list)  #: what does not fit
+    note: str = ""  #: what the memory leaves out
+
+
+def fit(config: Config, layout: Layout, batch: BatchPlan, num_identities: int | None) -> Fitted:
+    """Stages and memory of a run that is legal.
+
+    Args:
+        num_identities: of the training images; None where nobody knows.
+    """
+    if isinstance(config.model, DecoderConfig):
+        stages, memory, findings = fit_stages(config, config.model, layout, batch)
+        return Fitted(stages=stages, memory=memory, findings=findings)
+    if not isinstance(config.model, VisionConfig):
+        return Fitted()
+    drawn = config.data.synthetic_identities if isinstance(config.data, ImageDataConfig) else 0
+    num_identities = num_identities if num_identities is not None else drawn or None
+    memory, findings = fit_replicated(config, config.model, layout, batch, num_identities)
+    note = "without the identities' head: the images are not packed yet" if num_identities is None else ""
+    if not memory:
+        note = f"nobody has measured {config.model.backbone} at this size: hpctrain plan --trace does"
+    return Fitted(memory=memory, findings=findings, note=note)
 
 
 def fit_stages(
     config: Config, model: DecoderConfig, layout: Layout, batch: BatchPlan
 ) -> tuple[Stages, tuple[RankMemory, ...], list[str]]:
-    """Stages, the memory of their ranks, and the finding if a rank has not enough. A list of layers in the
-    config is taken as it is."""
+    """Stages, the memory of their ranks, and what does not fit. A list of layers in the config is taken as it
+    is."""
     memory_model = make_memory_model(config, model, layout, batch)
     usable_gib = hardware_of(config.cluster).get("usable_gib")
     usable = None if usable_gib is None else int(usable_gib * GIB)
@@ -25,16 +58,57 @@ def fit_stages(
     stages = tuple((layers.start, layers.stop) for layers in split_layers(counts))
     memory = memory_model.ranks(stages)
     place = fullest(memory)
-    if usable is None or memory[place].total <= usable:
-        return stages, memory, []
-    blocks = sum(end - first for first, end in stages[place :: layout.pp])
-    finding = (
-        f"a rank at pp={place} ({blocks} blocks) needs {memory[place].total / GIB:.1f} GiB, but "
-        f"cluster.hardware={config.cluster.hardware} has {usable_gib} GiB to use: {memory[place].text()}; "
-        "more pp, tp or dp_shard, parallelism.checkpointing=full, a smaller parallelism.microbatch_size, "
-        "model.loss_chunk_tokens, or parallelism.offload_optimizer"
-    )
-    return stages, memory, [finding]
+    findings = host_findings(config, memory)
+    if usable is not None and memory[place].total > usable:
+        blocks = sum(end - first for first, end in stages[place :: layout.pp])
+        findings.insert(
+            0,
+            f"a rank at pp={place} ({blocks} blocks) needs {memory[place].total / GIB:.1f} GiB, but "
+            f"cluster.hardware={config.cluster.hardware} has {usable_gib} GiB to use: "
+            f"{memory[place].text()}; more pp, tp or dp_shard, parallelism.checkpointing=full, a smaller "
+            "parallelism.microbatch_size, model.loss_chunk_tokens, or parallelism.offload_optimizer",
+        )
+    return stages, memory, findings
+
+
+def fit_replicated(
+    config: Config, model: VisionConfig, layout: Layout, batch: BatchPlan, num_identities: int | None
+) -> tuple[tuple[RankMemory, ...], list[str]]:
+    """The memory of a rank that has the whole model, nothing where the backbone is unknown; and what does not
+    fit.
+
+    Args:
+        num_identities: of the training images; None where they are not known: then their head is left out.
+    """
+    memory = replicated_memory(config, model, layout, batch, num_identities)
+    if memory is None:
+        return (), []
+    findings = host_findings(config, (memory,))
+    usable_gib = hardware_of(config.cluster).get("usable_gib")
+    if usable_gib is not None and memory.total > usable_gib * GIB:
+        shares = "" if model.class_parallel else " model.class_parallel=true,"
+        findings.insert(
+            0,
+            f"a rank needs {memory.total / GIB:.1f} GiB, but cluster.hardware={config.cluster.hardware} has "
+            f"{usable_gib} GiB to use: {memory.text()}; a smaller parallelism.microbatch_size,{shares} "
+            "optim.precision=bf16, or a smaller backbone",
+        )
+    return (memory,), findings
+
+
+def host_findings(config: Config, memory: tuple[RankMemory, ...]) -> list[str]:
+    """Whether a node's own memory is too small for what is offloaded into it, where it is known."""
+    given = config.cluster.mem_gib
+    has_gib = given if given is not None else hardware_of(config.cluster).get("host_memory_gib")
+    needed = host_bytes_per_node(config, memory) / GIB
+    if has_gib is None or needed <= has_gib or not any(rank.host for rank in memory):
+        return []
+    what = f"cluster.mem_gib={given}" if given is not None else f"a node of {config.cluster.hardware}"
+    return [
+        f"the ranks of a node need {needed:.0f} GiB of host memory, but {what} has {has_gib:.0f} GiB: "
+        f"{sum(rank.host for rank in memory) / GIB / len(memory):.1f} GiB a rank are offloaded; more "
+        "dp_shard, tp or pp, parallelism.offload_optimizer=false, or fewer data.num_workers"
+    ]
 
 
 def find_counts(memory_model: MemoryModel, usable: int | None) -> tuple[int, ...]:

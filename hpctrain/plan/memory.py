@@ -1,308 +1,126 @@
-"""Device memory of each pipeline rank of a decoder run, in closed form.
+"""Memory of a rank by what it is for, and what it takes beyond tensors: NCCL, the allocator, the host.
 
-How the core stores things is what is summed here: parameters, gradients and optimizer states are fp32 (frozen
-weights as they are computed with) and sharded over dp_shard and tp; a block, the embedding or the head is
-gathered in the compute format while it works; every microbatch's gradients are reduced at once, one after the
-other, so that no whole gradients stay. `core.trace` runs the real code to check it.
-Sums of what tensors take: not the allocator's rounding, and not what the driver and NCCL take.
+`decoder_memory` and `vision_memory` fill it in closed form; `core.trace` runs the real code to check them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
-from hpctrain.config.schema import (
-    Checkpointing,
-    Config,
-    DecoderConfig,
-    OptimizerKind,
-    Precision,
-    TokenDataConfig,
-)
-from hpctrain.plan.batch import BatchPlan
-from hpctrain.plan.costs import (
-    adapter_parameters,
-    block_parameters,
-    embedding_parameters,
-    head_dim,
-    stage_parameters,
-)
+from hpctrain.config.schema import ClusterConfig, Config, Device, OptimConfig, OptimizerKind
 from hpctrain.plan.layout import Layout
-from hpctrain.plan.schedule import Actions, Pass, make_schedule
-from hpctrain.plan.stages import Stages
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 FP32 = 4  # bytes
+
+# NCCL's buffers of a connection, one for each protocol: 4 MiB, 4.69 MiB and 512 KiB (DEFAULT_BUFFSIZE,
+# DEFAULT_LL128_BUFFSIZE and DEFAULT_LL_BUFFSIZE in NCCL's src/init.cc). They lie on the device with
+# peer-to-peer, else in host memory: on the device is what is counted.
+CONNECTION_BYTES = 4 * MIB + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16
+CHANNELS = 4  # of a communicator: a guess for PCIe, where NCCL reports 2 to 4
+TREE_PEERS = 3  # a parent and two children (NCCL's double binary trees); the ring's neighbour is among them
+# The end of a segment of torch's CUDACachingAllocator (kLargeBuffer, 20 MiB) for each of about four streams.
+SEGMENT_BYTES = 4 * 20 * MIB
+# cuBLAS's workspace, 2 · 4 MiB + 8 · 16 KiB (CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8, torch's default), in two
+# streams.
+WORKSPACE_BYTES = 2 * (2 * 4096 + 8 * 16) * 1024
+# Holes between what comes and goes; guesses, since no GPU was at hand.
+HOLES, HOLES_EXPANDABLE = 0.10, 0.05
+ALLOCATOR_VARIABLES = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+
+# Host memory: of a rank's process with torch, CUDA and NCCL, and of a loader's worker; guesses.
+PROCESS_BYTES, WORKER_BYTES = 3 * GIB, GIB // 2
+# DCP's writer copies tensors to the host one at a time, 10 MB ahead (FileSystemWriter.per_thread_copy_ahead);
+# the largest one is bounded by a gathered table or a head, counted here as 1 GiB.
+STAGING_BYTES = 10_000_000 + GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes of one pipeline rank at its worst moment."""
+    """Bytes of one rank at its worst moment."""
 
     weights: int  #: shards: fp32, which are the master weights; frozen ones in the compute format
     gradients: int  #: fp32 shards
     optimizer: int  #: AdamW's two moments, SGD's momentum
     activations: int  #: kept for backward, of all microbatches in flight
     working: int  #: of the block, or the logits, that are computed at that moment
-    gathered: int  #: weights, gradients and reduction buffers in whole, of block, embedding and head
+    gathered: int  #: weights, gradients and reduction buffers in whole; autocast's copies of weights
+    averages: int = 0  #: averaged weights (optim.ema_decay)
+    buffers: int = 0  #: NCCL's
+    slack: int = 0  #: holes and ends of the allocator's segments, and workspaces
+    host: int = 0  #: in the node's memory, not on the device: what is offloaded
+
+    @property
+    def tensors(self) -> int:
+        """What `core.trace` sees."""
+        return self.total - self.buffers - self.slack
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+        """On the device."""
+        return sum(int(getattr(self, field.name)) for field in fields(self)) - self.host
 
     def text(self) -> str:
-        """The terms, largest first, GiB."""
-        terms = sorted(((getattr(self, field.name), field.name) for field in fields(self)), reverse=True)
-        return " · ".join(f"{name} {size / GIB:.2f}" for size, name in terms)
+        """The terms on the device, largest first, GiB."""
+        names = [field.name for field in fields(self) if field.name != "host"]
+        terms = sorted(((getattr(self, name), name) for name in names), reverse=True)
+        return " · ".join(f"{name} {size / GIB:.2f}" for size, name in terms if size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """What a rank computes on. All sizes are bytes, of one microbatch."""
-
-    model: DecoderConfig
-    tokens: int
-    masks: int  #: entries of an attention mask
-    element: int  #: bytes of a number in the compute format
-    tp: int
-    token_shards: int  #: ranks that share the tokens between the matrices: tp with sequence parallelism
-    dp_shard: int
-
-    @property
-    def hidden(self) -> int:
-        """What lies between two blocks."""
-        return self.element * self.tokens * self.model.hidden_size // self.token_shards
-
-    @property
-    def whole_hidden(self) -> int:
-        return self.hidden * self.token_shards
-
-    @property
-    def heads(self) -> int:
-        """One result as wide as the query heads."""
-        return self.element * self.tokens * self.model.num_attention_heads * head_dim(self.model) // self.tp
-
-    @property
-    def intermediate(self) -> int:
-        """One result as wide as the MLP."""
-        return self.element * self.tokens * self.model.intermediate_size // self.tp
-
-    @property
-    def block(self) -> int:
-        """Parameters of a block, a number; over the ranks of tp."""
-        return block_parameters(self.model) // self.tp
-
-    @property
-    def table(self) -> int:
-        """Parameters of the embedding or the head, a number; over the ranks of tp."""
-        return embedding_parameters(self.model) // self.tp
+def num_moments(optim: OptimConfig) -> int:
+    """Optimizer states of a parameter."""
+    return 2 if optim.kind is OptimizerKind.adamw else int(optim.momentum > 0)
 
 
-def saved_bytes(shape: Shape) -> int:
-    """What backward needs of one block when nothing is computed again.
-
-    As wide as the residual stream: the input, both norms' outputs and what lies between attention and MLP;
-    sequence parallelism adds the gathered outputs of the norms. As wide as the heads: q, k and v, the latter
-    two repeated for each query head, and the result. As wide as the MLP: gate, silu(gate), up, product.
-    """
-    gathered = 2 * shape.whole_hidden if shape.token_shards > 1 else 0
-    return 4 * shape.hidden + gathered + 4 * shape.heads + 4 * shape.intermediate + dropped_bytes(shape)
-
-
-def dropped_bytes(shape: Shape) -> int:
-    """What the dropout of adapters saves: its result for each matrix, and a byte a feature."""
-    lora, wide = shape.model.lora, {"o_proj": shape.heads, "down_proj": shape.intermediate}
-    if not lora.rank or not lora.dropout:
-        return 0
-    inputs = sum(wide.get(name, shape.whole_hidden) for name in lora.targets)
-    return inputs + inputs // shape.element
-
-
-def kept_bytes(shape: Shape, checkpointing: Checkpointing) -> int:
-    """What one block keeps of a microbatch between its forward and its backward."""
-    if checkpointing is Checkpointing.full:
-        return shape.hidden
-    if checkpointing is Checkpointing.selective:  # the results of the seven matrices and of attention
-        return shape.hidden + 2 * shape.whole_hidden + 4 * shape.heads + 2 * shape.intermediate
-    return saved_bytes(shape)
-
-
-def shared_bytes(shape: Shape) -> int:
-    """What a stage keeps of a microbatch beside its blocks: its output, the mask, a byte an entry, and the
-    rotary cosines and sines in fp32."""
-    return shape.hidden + shape.masks + 2 * FP32 * shape.tokens * head_dim(shape.model)
-
-
-def most_in_flight(actions: Actions, kept: dict[int, int]) -> int:
-    """Largest sum of what a rank's stages keep, over the microbatches that are between forward and backward.
+def with_overheads(memory: RankMemory, config: Config, layout: Layout, neighbours: int = 0) -> RankMemory:
+    """With NCCL's buffers and the allocator's slack; on a CPU there are none.
 
     Args:
-        actions: of this rank.
-        kept: bytes that each of its stages keeps of a microbatch.
+        neighbours: in the pipeline.
     """
-    now = most = 0
-    for action in actions:
-        now += kept[action.stage] if action.kind is Pass.forward else -kept[action.stage]
-        most = max(most, now)
-    return most
+    if config.cluster.device is Device.cpu:
+        return memory
+    moving = memory.activations + memory.working + memory.gathered
+    holes = HOLES_EXPANDABLE if expands_segments(config.cluster) else HOLES
+    return replace(
+        memory,
+        buffers=CHANNELS * CONNECTION_BYTES * (neighbours + sum(map(num_peers, groups(layout)))),
+        slack=SEGMENT_BYTES + WORKSPACE_BYTES + round(holes * moving),
+    )
 
 
-Moment = tuple[int, int]  # working and gathered bytes
+def groups(layout: Layout) -> list[int]:
+    """Ranks of each communicator in which a rank adds up or gathers: the world and the axes of the mesh."""
+    axes = [layout.dp_replicate, layout.dp_shard, layout.tp]
+    return [layout.world_size, *(size for size in axes if 1 < size < layout.world_size)]
 
 
-def block_moments(shape: Shape, checkpointing: Checkpointing, weights: int, before: int) -> list[Moment]:
-    """The backward of a block, in its MLP and at its end.
+def num_peers(ranks: int) -> int:
+    """Ranks of a group with which one is connected."""
+    return min(ranks - 1, TREE_PEERS)
 
-    In the MLP all that was computed again is there, and the first matrix's gradient; at the end what the MLP
-    saved is gone and all matrices have their gradients.
+
+def expands_segments(cluster: ClusterConfig) -> bool:
+    """Whether the allocator grows its segments instead of adding new ones (`expandable_segments`)."""
+    settings = [cluster.env.get(name, "") for name in ALLOCATOR_VARIABLES]
+    return any("expandable_segments:True" in setting.replace(" ", "") for setting in settings)
+
+
+def host_bytes_per_node(config: Config, memory: tuple[RankMemory, ...]) -> int:
+    """Host memory of the fullest node: processes, loader workers, what is offloaded, and a checkpoint's way
+    to the disk. The page cache takes what is left.
 
     Args:
-        weights: what is gathered, bytes.
-        before: parameters of the unit before, whose gradients' reduction holds its fp32 input until now.
+        memory: of each place of the pipeline, whose ranks follow each other.
     """
-    again = 0 if checkpointing is Checkpointing.none else saved_bytes(shape)
-    rest = max(0, again - 4 * shape.intermediate)
-    mask = shape.element * shape.masks
-    first = shape.element * shape.model.hidden_size * shape.model.intermediate_size // shape.tp
-    whole, reduced = shape.element * shape.block, FP32 * before
-    if shape.model.lora.rank:
-        first = whole = reduced = 0
-    return [
-        (again + mask + 3 * shape.intermediate + shape.whole_hidden, weights + reduced + first),
-        (rest + mask + 4 * shape.heads + shape.whole_hidden, weights + reduced + whole),
-    ]
-
-
-def kept_logits(shape: Shape) -> int:
-    """What the loss keeps of a microbatch from forward to backward, where it is not cut into chunks."""
-    if shape.model.loss_chunk_tokens:
-        return 0
-    return FP32 * shape.tokens * -(-shape.model.vocab_size // shape.tp)
-
-
-def head_moment(shape: Shape) -> Moment:
-    """The gradient of the head: a chunk's logits in fp32, unless all are kept, and their gradient; that of
-    the matrix, summed in fp32 over chunks, and a chunk's part."""
-    chunk = shape.model.loss_chunk_tokens
-    tokens = min(chunk or shape.tokens, shape.tokens)
-    vocabulary = -(-shape.model.vocab_size // shape.tp)
-    logits = ((FP32 if chunk else 0) + shape.element) * tokens * vocabulary
-    sums = FP32 if chunk else shape.element
-    gradients = 0 if shape.model.lora.rank else (sums + shape.element) * shape.table
-    return logits + 2 * shape.whole_hidden, gradients
-
-
-def worst_moment(
-    shape: Shape, checkpointing: Checkpointing, reshard: bool, first: bool, last: bool
-) -> Moment:
-    """Working and gathered bytes of a rank when they are most.
-
-    Embedding and head are gathered like a block, in turn. A tied matrix stays gathered for the whole step,
-    and the gradient of the head's use of it waits for that of the embedding's.
-    """
-    model = shape.model
-    tied, trains = model.tie_word_embeddings, not model.lora.rank
-    table = 0 if tied or not reshard else shape.element * shape.table
-    block = shape.element * shape.block if reshard else 0
-    early = shape.dp_shard > 1  # FSDP2 fetches the next unit's weights early where they cross the network
-    moments = block_moments(
-        shape,
-        checkpointing,
-        weights=block + early * max(block, table * first),
-        before=max(shape.block, shape.table * (last and not tied)),
+    cluster, pp = config.cluster, len(memory)
+    world = cluster.num_nodes * cluster.ranks_per_node
+    places = [rank * pp // world for rank in range(world)]
+    own = PROCESS_BYTES + STAGING_BYTES + config.data.num_workers * WORKER_BYTES
+    nodes = range(0, world, cluster.ranks_per_node)
+    return cluster.ranks_per_node * own + max(
+        sum(memory[place].host for place in places[node : node + cluster.ranks_per_node]) for node in nodes
     )
-    stays = shape.element * shape.table * (2 if last and trains else 1) if tied and (first or last) else 0
-    moments = [(working, gathered + stays) for working, gathered in moments]
-    if last:
-        working, gathered = head_moment(shape)
-        moments.append((working, gathered + max(stays, table + early * block)))
-    if first or last:
-        moments += table_moments(shape, table, first)
-    return max(moments, key=sum)
-
-
-def table_moments(shape: Shape, weights: int, has_embedding: bool) -> list[Moment]:
-    """The gradient of the embedding, and the reduction of a table's gradient: input and output in fp32."""
-    if shape.model.lora.rank:
-        return [(0, weights)]
-    reduction = FP32 * shape.table + FP32 * shape.table // shape.dp_shard
-    gradient = weights + shape.element * shape.table + FP32 * shape.block
-    return [(0, reduction), (2 * shape.whole_hidden, gradient * has_embedding)]
-
-
-@dataclass(frozen=True)
-class MemoryModel:
-    """The memory of a run's ranks, by how many blocks their stages have."""
-
-    config: Config
-    model: DecoderConfig
-    layout: Layout
-    shape: Shape
-    schedule: tuple[Actions, ...]
-
-    def rank(self, pp_rank: int, layers: dict[int, int]) -> RankMemory:
-        """Memory at one place of the pipeline.
-
-        Args:
-            layers: number of blocks of each stage that is there.
-        """
-        shape, parallelism, blocks = self.shape, self.config.parallelism, sum(layers.values())
-        first, last = pp_rank == 0, pp_rank == self.layout.pp - 1
-        shards = self.layout.dp_shard * self.layout.tp
-        held = stage_parameters(self.model, blocks, first, last) // shards
-        trained = blocks * adapter_parameters(self.model) // shards if self.model.lora.rank else held
-        # Gradients in use and received early, activations received early.
-        travelling = (2 * (not last) + (not first)) * shape.hidden
-        working, gathered = worst_moment(
-            shape, parallelism.checkpointing, parallelism.reshard_after_forward, first, last
-        )
-        if not parallelism.reshard_after_forward:
-            tables = 0 if self.model.tie_word_embeddings else first + last
-            gathered += shape.element * (blocks * shape.block + tables * shape.table)
-        if self.layout.dp_replicate > 1:  # FSDP2 keeps what was reduced across replicas until backward ends
-            gathered += FP32 * trained
-        block = kept_bytes(shape, parallelism.checkpointing)
-        kept = {stage: count * block + shared_bytes(shape) for stage, count in layers.items()}
-        if last:
-            kept[max(kept)] += kept_logits(shape)
-        on_device = not parallelism.offload_optimizer
-        moments = 2 if self.config.optim.kind is OptimizerKind.adamw else 1
-        return RankMemory(
-            weights=on_device * (FP32 * trained + shape.element * (held - trained)),
-            gradients=on_device * FP32 * trained,
-            optimizer=on_device * moments * FP32 * trained,
-            activations=most_in_flight(self.schedule[pp_rank], kept),
-            working=working + travelling,
-            gathered=gathered,
-        )
-
-    def ranks(self, stages: Stages) -> tuple[RankMemory, ...]:
-        """Memory at each place of the pipeline, first to last."""
-        counts = {stage: end - first for stage, (first, end) in enumerate(stages)}
-        pp = self.layout.pp
-        return tuple(
-            self.rank(place, {stage: count for stage, count in counts.items() if stage % pp == place})
-            for place in range(pp)
-        )
-
-
-def make_memory_model(config: Config, model: DecoderConfig, layout: Layout, batch: BatchPlan) -> MemoryModel:
-    """What the memory of a run's ranks depends on, whatever the stages."""
-    assert isinstance(config.data, TokenDataConfig)
-    parallelism, length = config.parallelism, config.data.sequence_length
-    shape = Shape(
-        model=model,
-        tokens=batch.microbatch_size * length,
-        masks=batch.microbatch_size * length**2,
-        element=FP32 if config.optim.precision is Precision.fp32 else 2,
-        tp=layout.tp,
-        token_shards=layout.tp if parallelism.sequence_parallel else 1,
-        dp_shard=layout.dp_shard,
-    )
-    schedule = make_schedule(
-        parallelism.schedule, layout.pp, parallelism.stages_per_rank, batch.num_microbatches
-    )
-    return MemoryModel(config, model, layout, shape, schedule)
 
 
 def fullest(memory: tuple[RankMemory, ...]) -> int:

@@ -11,7 +11,7 @@ from hpctrain.config.schema import Config, DecoderConfig
 from hpctrain.errors import PlanError
 from hpctrain.plan.batch import BatchPlan, resolve_batch
 from hpctrain.plan.decoder_legality import batch_findings, can_be_cut
-from hpctrain.plan.fit import fit_stages
+from hpctrain.plan.fit import fit
 from hpctrain.plan.forecast import Forecast, make_forecast
 from hpctrain.plan.forecast_text import forecast_lines, time_findings
 from hpctrain.plan.hardware import hardware_of, peak_tflops
@@ -34,7 +34,8 @@ class RunPlan:
     layout: Layout
     batch: BatchPlan
     stages: Stages = ()  #: of a decoder: first block of each stage, and the one after its last
-    memory: tuple[RankMemory, ...] = ()  #: of a decoder: what each place of the pipeline needs
+    memory: tuple[RankMemory, ...] = ()  #: what each place of the pipeline needs; empty where nobody knows
+    memory_note: str = ""  #: what that leaves out, and why it is empty
     usable_gib: float | None = None  #: memory of a device that a process can use
     peak_tflops: float | None = None  #: of a device at the run's precision
     places: tuple[str, ...] = ()  #: where the ranks of each axis sit, and warnings
@@ -72,6 +73,7 @@ class RunPlan:
             f"{batch.num_microbatches} microbatches × {batch.microbatch_size}",
             *(f"{'places' if index == 0 else '':<8}{note}" for index, note in enumerate(self.places)),
             *self._stage_lines(),
+            *self._memory_lines(),
             *(forecast_lines(self.forecast) if self.forecast else []),
             *(f"forced  {warning}" for warning in self.warnings),
         ]
@@ -81,13 +83,20 @@ class RunPlan:
             return []
         pp, count = self.layout.pp, self.batch.num_microbatches
         bubble = (pp - 1) / (count * len(self.stages) // pp + pp - 1)
-        place = fullest(self.memory)
-        limit = f" of {self.usable_gib}" if self.usable_gib else ""
         return [
             f"stages  {' '.join(str(end - first) for first, end in self.stages)} blocks, "
-            f"bubble {bubble:.1%} of a step",
-            f"memory  {self.memory[place].total / GIB:.1f}{limit} GiB at pp={place}: "
-            f"{self.memory[place].text()}",
+            f"bubble {bubble:.1%} of a step"
+        ]
+
+    def _memory_lines(self) -> list[str]:
+        if not self.memory:
+            return [f"memory  unknown: {self.memory_note}"] if self.memory_note else []
+        place = fullest(self.memory)
+        limit = f" of {self.usable_gib}" if self.usable_gib else ""
+        where = f" at pp={place}" if len(self.memory) > 1 else ""
+        return [
+            f"memory  {self.memory[place].total / GIB:.1f}{limit} GiB{where}: {self.memory[place].text()}",
+            *([f"        {self.memory_note}"] if self.memory_note else []),
         ]
 
 
@@ -103,9 +112,6 @@ def make_plan(
     cluster, model = config.cluster, config.model
     findings = range_findings(config) + combination_findings(config)
     layout = batch = None
-    stages: Stages = ()
-    memory: tuple[RankMemory, ...] = ()
-    doubts: list[str] = []
     if cluster.num_nodes > 0 and cluster.ranks_per_node > 0:
         layout, found = resolve_layout(config.parallelism, cluster.num_nodes, cluster.ranks_per_node)
         findings += found
@@ -118,11 +124,11 @@ def make_plan(
     if layout and batch and isinstance(model, DecoderConfig) and can_be_cut(config, model):
         findings += batch_findings(config, layout, batch)
         findings += stage_findings(model, config.parallelism, layout.pp)
-        if not findings:
-            stages, memory, doubts = fit_stages(config, model, layout, batch)
     if findings:
         raise _refusal(findings)
     assert layout is not None and batch is not None
+    fitted = fit(config, layout, batch, workload.num_identities if workload else None)
+    stages, doubts = fitted.stages, fitted.findings
     hardware, point = hardware_of(cluster), memory_point(config, layout, batch)
     forecast = make_forecast(config, layout, batch, stages, hardware, workload)
     if exhausted and point in exhausted:
@@ -140,7 +146,8 @@ def make_plan(
         layout=layout,
         batch=batch,
         stages=stages,
-        memory=memory,
+        memory=fitted.memory,
+        memory_note=fitted.note,
         usable_gib=hardware.get("usable_gib"),
         peak_tflops=peak_tflops(hardware, config.optim),
         places=tuple(placement_notes(cluster, layout)),

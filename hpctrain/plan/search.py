@@ -22,9 +22,10 @@ from hpctrain.config.schema import (
 )
 from hpctrain.plan.batch import BatchPlan, resolve_batch
 from hpctrain.plan.decoder_legality import batch_findings
+from hpctrain.plan.decoder_memory import MemoryModel, make_memory_model
 from hpctrain.plan.layout import Layout, axes_text
 from hpctrain.plan.legality import layout_findings
-from hpctrain.plan.memory import GIB, MemoryModel, RankMemory, fullest, make_memory_model
+from hpctrain.plan.memory import GIB, RankMemory, fullest
 from hpctrain.plan.points import memory_point
 from hpctrain.plan.stages import Stages, block_worth, split_layers, stage_findings
 from hpctrain.plan.steptime import StepTime, predict_step

@@ -18,6 +18,7 @@ class Workload:
     num_samples: int  #: images, or packed sequences at the least
     sample_bytes: float
     megapixels: float = 0.0  #: of a stored image
+    num_identities: int | None = None  #: of the images; None where nobody knows
     is_packed: bool = True  #: counted in packed data, and not only assumed by `plan.num_samples`
 
 

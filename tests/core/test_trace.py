@@ -62,16 +62,16 @@ def test_the_32b_model_on_32_cards_stays_below_22_gib() -> None:
     config = point.resolve()
     plan = make_plan(config)
     assert (plan.layout.pp, plan.layout.tp, plan.world_size) == (16, 2, 32)
-    middle = max(range(1, 15), key=lambda place: plan.memory[place].total)
+    middle = max(range(1, 15), key=lambda place: plan.memory[place].tensors)
     places = [0, middle, 15]
     for place, traced in zip(places, trace_places(config, plan, places), strict=True):
         memory = plan.memory[place]
         states = memory.weights + memory.gradients + memory.optimizer
         assert traced.peak_bytes < 22 * GIB
-        assert traced.peak_bytes == pytest.approx(memory.total, rel=0.02), memory.text()
+        assert traced.peak_bytes == pytest.approx(memory.tensors, rel=0.02), memory.text()
         assert traced.state_bytes == pytest.approx(states, rel=1e-3)
         first, end = plan.stages[place]
-        sizes = f"{traced.peak_bytes / GIB:.1f} | {memory.total / GIB:.1f}"
+        sizes = f"{traced.peak_bytes / GIB:.1f} | {memory.tensors / GIB:.1f}"
         gathers, scatters = (
             traced.collectives["tp", kind].count for kind in ("all_gather", "reduce_scatter")
         )

@@ -12,6 +12,7 @@ from hpctrain.config.schema import (
     Config,
     DecoderConfig,
     DecoderFamily,
+    Device,
     OptimConfig,
     ParallelismConfig,
     Precision,
@@ -40,6 +41,8 @@ QWEN_32B = DecoderConfig(
 )
 # The cut that docs/layout_32b.md chooses.
 SIXTEEN = (3, *[4] * 12, 5, 5, 3)
+# Of the page's table; its sum is that of the tensors.
+COLUMNS = "weights", "gradients", "optimizer", "activations", "working", "gathered", "tensors"
 # name: pp, dp_shard, tp, and whether torch's own pipeline stage is used
 LAYOUTS: dict[str, tuple[int, int, int, bool]] = {
     "PP8×DP4, torch's stage": (8, 4, 1, True),
@@ -64,7 +67,7 @@ def fit(
         model=QWEN_32B,
         data=TokenDataConfig(sequence_length=SEQUENCE_LENGTH),
         optim=OptimConfig(precision=Precision.bf16),
-        cluster=ClusterConfig(hardware="rtx4090"),
+        cluster=ClusterConfig(hardware="rtx4090", device=Device.cuda),
         parallelism=ParallelismConfig(
             sequence_parallel=sequence_parallel and tp > 1,
             **{"checkpointing": Checkpointing.full, **parallelism},
@@ -107,7 +110,7 @@ def table_rows() -> list[str]:
         middle = max(range(1, pp - 1), key=lambda rank: places[rank].total)
         for rank in (0, middle, pp - 1):
             memory = places[rank]
-            sizes = [getattr(memory, field.name) for field in dataclasses.fields(memory)] + [memory.total]
+            sizes = [getattr(memory, name) for name in COLUMNS]
             cells = " | ".join(f"{size / GIB:.1f}" for size in sizes)
             rows.append(f"| {name} | {rank} | {layers[rank]} | {cells} |")
     return rows

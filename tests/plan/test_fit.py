@@ -15,9 +15,9 @@ from hpctrain.config.schema import (
     TokenDataConfig,
 )
 from hpctrain.plan.batch import BatchPlan
+from hpctrain.plan.decoder_memory import MemoryModel, make_memory_model
 from hpctrain.plan.fit import find_counts, fit_stages
 from hpctrain.plan.layout import Layout
-from hpctrain.plan.memory import MemoryModel, make_memory_model
 from hpctrain.plan.stages import split_layers, stage_flops
 from tests.plan.large import SIXTEEN, fit
 from tests.plan.test_stages import all_cuts
