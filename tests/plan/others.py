@@ -161,7 +161,7 @@ def predict_gpt(run: GptRun, hardware: Hardware) -> StepTime:
     assert batch is not None
     count = run.layers // (run.pp * run.stages_per_rank)
     stages = tuple((first, first + count) for first in range(0, run.layers, count))
-    step = predict_step(config, layout, batch, stages, hardware, exact=True, kernels=MEGATRON_2022)
+    step = predict_step(config, layout, batch, stages, hardware, kernels=MEGATRON_2022)
     assert step is not None
     return step
 

@@ -51,6 +51,7 @@ def a800() -> Hardware:
     return fit(find_hardware("a100"), "node8_gbps", 50.0, 300.0, lambda h: [_megatron_error(tensor, h)])
 
 
+@cache
 def llmq_card() -> Hardware:
     """The efficiency in bf16, from llmq's Qwen2.5-1.5B on one card."""
 
@@ -61,6 +62,7 @@ def llmq_card() -> Hardware:
     return fit(find_hardware("rtx4090"), "matmul_efficiency", 0.5, 1.2, errors)
 
 
+@cache
 def a100() -> Hardware:
     """The efficiency from Megatron's 22B."""
     run = others.KORTHIKANTI["22B"]
@@ -93,6 +95,7 @@ def _megatron_error(run: roundpipe.MegatronRun, hardware: Hardware) -> float:
     return math.log(roundpipe.predict_megatron(run, hardware).seconds / run.step_s)
 
 
+@cache
 def step_rows() -> dict[str, tuple[float, float, bool]]:
     """Predicted and published seconds (ms for blocks and heads) of each measurement, and whether it was held
     out from the fit."""
@@ -129,6 +132,7 @@ def step_rows() -> dict[str, tuple[float, float, bool]]:
     return rows
 
 
+@cache
 def layer_rows() -> dict[str, tuple[float, float, bool]]:
     """The same for RoundPipe's single blocks and heads, ms."""
     rows = {}
@@ -139,6 +143,7 @@ def layer_rows() -> dict[str, tuple[float, float, bool]]:
     return rows
 
 
+@cache
 def resnet_rows() -> dict[str, tuple[float, float, bool]]:
     """The same for images a second of ResNet-50."""
     return {

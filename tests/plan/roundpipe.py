@@ -147,7 +147,7 @@ def predict_megatron(run: MegatronRun, hardware: Hardware) -> StepTime:
     batch, _ = resolve_batch(run.global_batch_size, run.microbatch_size, 1)
     assert batch is not None
     stages = megatron_stages(MODELS[run.model].num_hidden_layers, run.pp)
-    step = predict_step(megatron_config(run), layout, batch, stages, hardware, exact=True, kernels=MEGATRON)
+    step = predict_step(megatron_config(run), layout, batch, stages, hardware, kernels=MEGATRON)
     assert step is not None
     return step
 
@@ -269,4 +269,9 @@ def longest_sequence(run: MegatronRun, hardware: Hardware) -> int:
     """The most thousands (1,024) of tokens of a sequence, one in a microbatch, that the model of memory lets
     pass."""
     usable = hardware["usable_gib"] * 2**30
-    return max(k for k in range(512) if k == 0 or megatron_bytes(run, 1024 * k, 1) <= usable)
+    fits, beyond = 0, 512
+    while beyond - fits > 1:
+        middle = (fits + beyond) // 2
+        within = megatron_bytes(run, 1024 * middle, 1) <= usable
+        fits, beyond = (middle, beyond) if within else (fits, middle)
+    return fits
