@@ -22,7 +22,7 @@ LAYERS = (
     {"core"},
     {"selftest"},  # layouts against a concrete model, which core must not know
     {"launch", "report", "export"},
-    {"planning"},
+    {"planning", "usage"},
     {"cli"},
     {"__main__", "__init__"},
 )
@@ -30,7 +30,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 # Modules that may load torch when they are imported: the doors, and what lies behind them.
 BEHIND_THE_DOORS = (
-    *("launch/rank.py", "core/", "checkpoint/", "models/", "data/", "export/"),
+    *("launch/rank.py", "launch/trace_place.py", "core/", "checkpoint/", "models/", "data/", "export/"),
     *("selftest/job.py", "selftest/compare.py"),  # behind launch/rank.py; its cells and table are light
 )
 HYDRA_USERS = ("hpctrain/cli.py", "hpctrain/config/compose.py", "hydra_plugins/")

@@ -37,13 +37,18 @@ def fit(config: Config, layout: Layout, batch: BatchPlan, num_identities: int | 
         return Fitted(stages=stages, memory=memory, findings=findings)
     if not isinstance(config.model, VisionConfig):
         return Fitted()
-    drawn = config.data.synthetic_identities if isinstance(config.data, ImageDataConfig) else 0
-    num_identities = num_identities if num_identities is not None else drawn or None
+    num_identities = known_identities(config, num_identities)
     memory, findings = fit_replicated(config, config.model, layout, batch, num_identities)
     note = "without the identities' head: the images are not packed yet" if num_identities is None else ""
     if not memory:
         note = f"nobody has measured {config.model.backbone} at this size: hpctrain plan --trace does"
     return Fitted(memory=memory, findings=findings, note=note)
+
+
+def known_identities(config: Config, counted: int | None) -> int | None:
+    """Identities of the training images: as counted, or as many as the run will draw."""
+    drawn = config.data.synthetic_identities if isinstance(config.data, ImageDataConfig) else 0
+    return counted if counted is not None else drawn or None
 
 
 def fit_stages(
