@@ -10,6 +10,7 @@ that answers at once: the difference is Slurm's.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import re
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HPCTRAIN = [sys.executable, "-m", "hpctrain"]
 EXPERIMENT = ["+exp=vision_city_laptop", "cluster=sandbox"]
 HELD = ["+cluster.extra_sbatch.hold=''"]
+PLANNED = "submit vision_city with its forecast, to that sbatch"
 SUBMIT, STUB = "submit, to Slurm", "submit, to an sbatch that answers at once"
 AIM_S = 1.5
 HEAVY = ("torch", "torchvision", "timm", "numpy", "pandas", "scipy", "tensorboard")
@@ -43,6 +45,15 @@ class Command:
     names_run: bool = False  # a run of its own each time: a second submission would resume the first
 
 
+def make_city(folder: Path) -> list[str]:
+    """vision_city on a folder that says it holds 20 million images, which the plan reads."""
+    root = folder / "city"
+    (root / "train").mkdir(parents=True)
+    meta = {"num_samples": 20_000_000, "identities": [], "shards": [{"size_bytes": 1_200_000_000_000}]}
+    (root / "train" / "meta.json").write_text(json.dumps(meta))
+    return ["+exp=vision_city", f"data.root={root}", "plan.force=true"]
+
+
 def make_commands(stub: Path, slurm: dict[str, str] | None) -> dict[str, Command]:
     stubbed = {"PATH": f"{stub}{os.pathsep}{os.environ['PATH']}"}
     commands = {
@@ -51,6 +62,7 @@ def make_commands(stub: Path, slurm: dict[str, str] | None) -> dict[str, Command
         "refused: an unknown key": Command([*HPCTRAIN, *EXPERIMENT, "optim.learning_rate=1"], code=2),
         "plan": Command([*HPCTRAIN, "plan", *EXPERIMENT]),
         STUB: Command([*HPCTRAIN, *EXPERIMENT, *HELD], env=stubbed, names_run=True),
+        PLANNED: Command([*HPCTRAIN, *make_city(stub)], env=stubbed, names_run=True),
     }
     if slurm is not None:
         commands["sbatch alone"] = Command(
@@ -143,7 +155,7 @@ def report(times_s: Times, num_modules: int, costs: dict[str, float]) -> None:
     print(", ".join(f"{name} {ms:.0f}" for name, ms in dearest))
     found = [name for name in HEAVY if name in costs]
     print(f"of {', '.join(HEAVY)} it imports: {', '.join(found) or 'none'}")
-    for name in (STUB, SUBMIT):
+    for name in (STUB, PLANNED, SUBMIT):
         if name in medians:
             print(f"{name}: {medians[name] / AIM_S:.2f} of the aim of {AIM_S} s")
 

@@ -23,7 +23,7 @@ def test_the_headline_plan_needs_no_data_yet(run: Run) -> None:  # noqa: F811
 
 def test_a_run_that_is_submitted_needs_its_data(run: Run) -> None:  # noqa: F811
     said = run("+exp=vision_city")
-    assert said.code == 2 and "data.root" in said.err
+    assert said.code == 2 and "data.root is not set" in said.err and "data.root=VALUE" in said.err
 
 
 def test_other_layouts_and_why_not(run: Run) -> None:  # noqa: F811
