@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.config.hardware import Hardware
+from hpctrain.config.hardware import Hardware, UnknownFigureError
 from hpctrain.config.schema import Config, DecoderConfig, OptimConfig, VisionConfig
 from hpctrain.plan.batch import BatchPlan
 from hpctrain.plan.bubble import pipeline_s
@@ -55,14 +55,31 @@ def predict_step(
     *,
     exact: bool = False,
     kernels: Kernels | None = None,
+    num_identities: int | None = None,
 ) -> StepTime | None:
     """The time of a step; None where the figures of the device or the costs of the model are not known.
 
     Args:
         stages: of a decoder; empty for other models.
         exact: simulate the pipeline's schedule; else a closed form (see `bubble`).
+        num_identities: of a vision model's training images; without it their head is left out.
         kernels: what a decoder's implementation moves; None for ours.
     """
+    try:
+        return _step(config, layout, batch, stages, hardware, exact, kernels)
+    except UnknownFigureError:  # links of more ranks or nodes than were calibrated
+        return None
+
+
+def _step(
+    config: Config,
+    layout: Layout,
+    batch: BatchPlan,
+    stages: Stages,
+    hardware: Hardware,
+    exact: bool,
+    kernels: Kernels | None,
+) -> StepTime | None:
     peak = peak_tflops(hardware, config.optim)
     if peak is None or any(figure not in hardware for figure in NEEDED):
         return None
@@ -79,7 +96,7 @@ def predict_step(
         )
         return _decoder_step(config, layout, batch, stages, costs, exact)
     if isinstance(config.model, VisionConfig):
-        parts = vision_parts(config, config.model, layout, batch, hardware, peak * 1e12)
+        parts = vision_parts(config, config.model, layout, batch, hardware, peak * 1e12, num_identities)
         return None if parts is None else _undivided(parts, batch.num_microbatches)
     return None
 

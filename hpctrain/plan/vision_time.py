@@ -6,8 +6,10 @@ nothing left to hide behind.
 
 from __future__ import annotations
 
+import math
+
 from hpctrain.config.hardware import Hardware
-from hpctrain.config.schema import Config, GradientCompression, ImageDataConfig, Precision, VisionConfig
+from hpctrain.config.schema import Config, GradientCompression, ImageDataConfig, VisionConfig
 from hpctrain.plan.backbones import backbone_costs
 from hpctrain.plan.batch import BatchPlan
 from hpctrain.plan.collectives import all_gather_s, all_reduce_s, axis_group, reduce_scatter_s
@@ -25,6 +27,7 @@ def vision_parts(
     batch: BatchPlan,
     hardware: Hardware,
     peak_flops: float,
+    num_identities: int | None,
 ) -> dict[str, float] | None:
     """Seconds of a step by cause; None where the costs of the backbone are not known."""
     costs = backbone_costs(model)
@@ -37,22 +40,45 @@ def vision_parts(
     images = batch.microbatch_size
     flops = 3.0 * costs.forward_flops * images
     launch_s = OPERATORS * (hardware.get("launch_us") or 0.0) * 1e-6
-    microbatch = max(flops / (peak_flops * efficiency), launch_s)
-    parts = {"compute": batch.num_microbatches * microbatch}
-    centres = _num_identities(config) * model.embedding_dim
+    backbone = max(flops / (peak_flops * efficiency), launch_s)
+    centres = (num_identities or _drawn_identities(config)) * model.embedding_dim
     own_centres = centres / layout.dp if model.class_parallel else centres
-    ddp = costs.parameters + (0.0 if model.class_parallel else centres)
-    parts["dp"] = _reduction_s(config, layout, ddp, microbatch * 2 / 3, hardware)
+    head = _identities_s(model, layout, images, own_centres, hardware)
+    parts = {"compute": batch.num_microbatches * (backbone + head)}
+    replicated = costs.parameters + (0.0 if model.class_parallel else centres)
+    parts["dp"] = _reduction_s(config, layout, replicated, backbone * 2 / 3, hardware)
     if model.class_parallel:
-        parts["tp"] = batch.num_microbatches * _class_parallel_s(config, model, layout, images, hardware)
+        parts["dp"] += batch.num_microbatches * _class_parallel_s(config, model, layout, images, hardware)
     moved = update_bytes(config.optim, costs.parameters + own_centres)
     parts["optimizer"] = moved / (hardware["memory_gbps"] * 1e9)
     return parts
 
 
-def _num_identities(config: Config) -> int:
-    """Known beforehand only of drawn faces; packed data tell it when they are read."""
+def _drawn_identities(config: Config) -> int:
     return config.data.synthetic_identities if isinstance(config.data, ImageDataConfig) else 0
+
+
+def _identities_s(
+    model: VisionConfig, layout: Layout, images: int, centres: float, hardware: Hardware
+) -> float:
+    """The margin softmax of a microbatch, forward and backward, in fp32 (models/heads.py): three products,
+    and the traffic of logits and of normalised centres. Class-parallel ranks see the samples of all.
+
+    Args:
+        centres: numbers of the identity centres of this rank.
+    """
+    peak, memory = hardware.get("fp32_tflops"), hardware["memory_gbps"] * 1e9
+    if not centres or peak is None:
+        return 0.0
+    samples = images * layout.dp if model.class_parallel else images
+    if model.class_parallel:
+        centres *= model.sample_rate
+    logits = samples * centres / model.embedding_dim
+    flops = 2 * samples * centres / (peak * 1e12 * hardware["matmul_efficiency"])
+    moved = FP32 * (samples * model.embedding_dim + centres + logits) / memory
+    return (
+        3 * math.hypot(flops, moved) + ((40 if model.class_parallel else 58) * logits + 32 * centres) / memory
+    )
 
 
 def _reduction_s(
@@ -73,10 +99,9 @@ def _reduction_s(
 def _class_parallel_s(
     config: Config, model: VisionConfig, layout: Layout, images: int, hardware: Hardware
 ) -> float:
-    """Embeddings of all ranks are gathered, their gradients reduced (An et al. 2022); two sums and a maximum
-    of a number a sample."""
+    """Embeddings of all ranks are gathered and their gradients reduced, in fp32 (An et al. 2022); two sums
+    and a maximum of a number a sample."""
     group = axis_group(layout, config.cluster, "dp_replicate")
-    element = 2 if config.optim.precision is Precision.bf16 else FP32
-    embeddings = element * images * layout.dp * model.embedding_dim
+    embeddings = FP32 * images * layout.dp * model.embedding_dim
     sums = 3 * all_reduce_s(FP32 * images * layout.dp, group, hardware)
     return all_gather_s(embeddings, group, hardware) + reduce_scatter_s(embeddings, group, hardware) + sums

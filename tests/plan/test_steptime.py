@@ -240,6 +240,7 @@ def predict_vision(
     ranks: int, images: int, hardware: Hardware = CARD, nodes: int = 1, **changes: Any
 ) -> StepTime:
     model = VisionConfig(class_parallel=changes.pop("class_parallel", False))
+    num_identities = changes.pop("num_identities", None)
     config = Config(
         model=model,
         optim=OptimConfig(precision=Precision.bf16, **changes),
@@ -248,7 +249,7 @@ def predict_vision(
     batch, _ = resolve_batch(images * ranks, None, ranks)
     assert batch is not None
     layout = Layout(pp=1, dp_replicate=ranks, dp_shard=1, tp=1)
-    step = predict_step(config, layout, batch, (), hardware)
+    step = predict_step(config, layout, batch, (), hardware, num_identities=num_identities)
     assert step is not None
     return step
 
@@ -279,8 +280,23 @@ def test_backward_hides_all_buckets_but_the_last() -> None:
 
 
 def test_class_parallelism_sends_embeddings_instead_of_centres() -> None:
-    """512 numbers of bf16 for each of 1,024 images are gathered, and their gradients reduced."""
+    """512 numbers of fp32 for each of 1,024 images are gathered, and their gradients reduced; the centres of
+    a million identities, 2 GB, stay where they are."""
     quick = CARD.with_value("node_latency_us", 1e-9)
-    step = predict_vision(8, 128, quick, class_parallel=True)
-    sent = 2 * 7 / 8 * 2 * 512 * 1024 + 3 * 2 * 7 / 8 * 4 * 1024
-    assert step.parts["tp"] == pytest.approx(sent / (quick["node8_gbps"] * 1e9), rel=1e-3)
+    headless = predict_vision(8, 128, quick)
+    apart, whole = (
+        predict_vision(8, 128, quick, class_parallel=apart, num_identities=10**6) for apart in (True, False)
+    )
+    sent = 2 * 7 / 8 * 4 * 512 * 1024 + 3 * 2 * 7 / 8 * 4 * 1024
+    seconds = sent / (quick["node8_gbps"] * 1e9)
+    assert apart.parts["dp"] - headless.parts["dp"] == pytest.approx(seconds, rel=1e-3)
+    assert whole.parts["dp"] - apart.parts["dp"] > 0.1
+    assert apart.seconds < whole.seconds
+
+
+def test_a_million_identities_cost_three_products_in_fp32() -> None:
+    """2 · 3 · 128 · 512 · 10⁶ operations at 82.6 TFLOP/s, where memory takes no time."""
+    bare = CARD.with_value("memory_gbps", 1e12)
+    without, with_head = (predict_vision(1, 128, bare, num_identities=n) for n in (None, 10**6))
+    expected = 6 * 128 * 512e6 / (82.6e12 * bare["matmul_efficiency"])
+    assert with_head.parts["compute"] - without.parts["compute"] == pytest.approx(expected, rel=1e-3)
