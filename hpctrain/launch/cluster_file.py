@@ -72,7 +72,7 @@ def free_path(name: str, overwrite: bool) -> Path:
         )
     path = user_conf_dir() / "cluster" / f"{name}.yaml"
     if path.exists() and not overwrite:
-        raise ConfigError(f"--write-cluster {name}", f"{path} exists", "another name, or --overwrite")
+        raise ConfigError(f"--write-cluster {name}", f"{path} exists", "another name, or remove it")
     return path
 
 
