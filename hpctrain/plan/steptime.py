@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.config.hardware import Hardware, UnknownFigureError
+from hpctrain.config.hardware import Hardware
 from hpctrain.config.schema import Config, DecoderConfig, OptimConfig, VisionConfig
 from hpctrain.plan.batch import BatchPlan
 from hpctrain.plan.bubble import pipeline_s
 from hpctrain.plan.collectives import boundary_send_s
 from hpctrain.plan.compute import COMPILED, EAGER, Kernels
 from hpctrain.plan.decoder_time import DecoderCosts, make_decoder_costs
-from hpctrain.plan.hardware import peak_tflops
+from hpctrain.plan.hardware import none_where_unknown, peak_tflops
 from hpctrain.plan.layout import Layout
 from hpctrain.plan.schedule import make_schedule, simulate
 from hpctrain.plan.stages import Stages
@@ -46,6 +46,7 @@ class StepTime:
     send_s: float  #: of a message between stages
 
 
+@none_where_unknown
 def predict_step(
     config: Config,
     layout: Layout,
@@ -65,21 +66,6 @@ def predict_step(
         num_identities: of a vision model's training images; without it their head is left out.
         kernels: what a decoder's implementation moves; None for ours.
     """
-    try:
-        return _step(config, layout, batch, stages, hardware, exact, kernels)
-    except UnknownFigureError:  # links of more ranks or nodes than were calibrated
-        return None
-
-
-def _step(
-    config: Config,
-    layout: Layout,
-    batch: BatchPlan,
-    stages: Stages,
-    hardware: Hardware,
-    exact: bool,
-    kernels: Kernels | None,
-) -> StepTime | None:
     peak = peak_tflops(hardware, config.optim)
     if peak is None or any(figure not in hardware for figure in NEEDED):
         return None
