@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
@@ -69,14 +68,20 @@ class Figure:
     source: str
 
 
+class UnknownFigureError(KeyError):
+    """A figure that nobody has measured or reported for this hardware."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Figures by name. `hardware["bf16_tflops"]` is the value."""
+    """Figures by name. `hardware["bf16_tflops"]` is the value, or an UnknownFigureError."""
 
     name: str
     figures: Mapping[str, Figure]
 
     def __getitem__(self, figure: str) -> float:
+        if figure not in self.figures:
+            raise UnknownFigureError(figure)
         return self.figures[figure].value
 
     def __contains__(self, figure: str) -> bool:
@@ -89,13 +94,6 @@ class Hardware:
         """The same but for one value, taken as certain."""
         changed = replace(self.figures[figure], value=value, low=value, high=value)
         return Hardware(self.name, {**self.figures, figure: changed})
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "figures": {name: asdict(figure) for name, figure in self.figures.items()}}
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Hardware:
-        return cls(fields["name"], {name: Figure(**figure) for name, figure in fields["figures"].items()})
 
 
 def hardware_folders() -> tuple[Path, ...]:

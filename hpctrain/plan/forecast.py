@@ -11,6 +11,7 @@ from hpctrain.config.schema import Config, DecoderConfig, OptimizerKind, TokenDa
 from hpctrain.plan.backbones import backbone_costs
 from hpctrain.plan.batch import BatchPlan
 from hpctrain.plan.costs import trainable_parameters
+from hpctrain.plan.hardware import none_where_unknown
 from hpctrain.plan.layout import Layout
 from hpctrain.plan.stages import Stages
 from hpctrain.plan.steptime import predict_step
@@ -67,6 +68,7 @@ class Forecast:
         return asdict(self)
 
 
+@none_where_unknown
 def make_forecast(
     config: Config,
     layout: Layout,

@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
-from hpctrain.config.hardware import Hardware, find_hardware
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+from hpctrain.config.hardware import Hardware, UnknownFigureError, find_hardware
 from hpctrain.config.schema import ClusterConfig, OptimConfig, Precision
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def none_where_unknown(predict: Callable[P, T | None]) -> Callable[P, T | None]:
+    """A prediction that is None where a figure is not known, such as the links of more ranks than were
+    calibrated."""
+
+    @wraps(predict)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        try:
+            return predict(*args, **kwargs)
+        except UnknownFigureError:
+            return None
+
+    return guarded
 
 
 def hardware_of(cluster: ClusterConfig) -> Hardware:

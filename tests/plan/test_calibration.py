@@ -7,8 +7,15 @@ from dataclasses import replace
 
 import pytest
 
+from hpctrain.config.hardware import Hardware, find_hardware
+from hpctrain.config.schema import ClusterConfig, Config, VisionConfig
+from hpctrain.plan.batch import resolve_batch
 from hpctrain.plan.calibration import Calibration, Row, figures_of, fit_line
+from hpctrain.plan.forecast import make_forecast
+from hpctrain.plan.layout import Layout
+from hpctrain.plan.steptime import predict_step
 
+UNKNOWN = ("node4_gbps", "node8_gbps", "network_gbps", "network_latency_us")
 PLACE = {"date": "2026-01-02", "job": "12", "nodes": 2, "ranks_per_node": 8, "torch": "2.14.1"}
 PLACE |= {"device": "CPU", "precision": "fp32", "peak": "fp32_tflops"}
 SIZES = (8 * 1024, 512 * 1024, 32 * 1024**2)
@@ -142,3 +149,19 @@ def test_a_figure_says_when_where_and_with_what_it_was_measured() -> None:
 def test_times_outlive_their_file() -> None:
     calibration = Calibration(PLACE, ring_rows("node2", 2))
     assert Calibration.from_dict(json.loads(json.dumps(calibration.to_dict()))) == calibration
+
+
+def test_a_plan_beyond_what_was_calibrated_has_no_forecast() -> None:
+    """Two ranks of a node were measured: four ranks, or two nodes, need links that nobody knows."""
+    hardware = find_hardware("rtx4090")
+    measured = Hardware(
+        "mine", {name: figure for name, figure in hardware.figures.items() if name not in UNKNOWN}
+    )
+    for nodes, ranks, known in ((1, 2, True), (1, 4, False), (2, 1, False)):
+        cluster = ClusterConfig(num_nodes=nodes, ranks_per_node=ranks, hardware="rtx4090")
+        config = Config(model=VisionConfig(backbone="resnet50"), cluster=cluster)
+        layout = Layout(pp=1, dp_replicate=nodes * ranks, dp_shard=1, tp=1)
+        batch, _ = resolve_batch(64, None, layout.dp)
+        assert batch is not None
+        assert (predict_step(config, layout, batch, (), measured) is not None) is known
+        assert (make_forecast(config, layout, batch, (), measured, None) is not None) is known
