@@ -31,7 +31,7 @@ from hpctrain.plan.stages import Stages, block_worth, split_layers, stage_findin
 from hpctrain.plan.steptime import StepTime, predict_step
 
 LARGEST_MICROBATCH_TOKENS = 32_768  # products are as fast as they get long before
-NEAR = 1.15  # a cut that needs this much too much may fit when it is cut by memory
+NEAR = 1.4  # a cut that needs this much too much may fit when it is cut by memory
 SLOW = 1.5  # so much slower than the best it is told only in passing, and not cut by memory
 SCHEDULES = ((Schedule["1f1b"], 1), (Schedule["interleaved_1f1b"], 2), (Schedule["interleaved_1f1b"], 4))
 

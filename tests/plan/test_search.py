@@ -85,6 +85,15 @@ def test_the_fastest_layout_that_fits_is_found() -> None:
     assert step.seconds == pytest.approx(fastest_by_hand(config), rel=0.02)  # stages are cut more simply
 
 
+def test_no_ready_made_layout_is_faster() -> None:
+    config = composed("+exp=finance_callbot")
+    best = found_for(config).best
+    assert best is not None
+    for name in ("pp16_tp2", "pp4_tp8"):
+        forecast = make_plan(composed("+exp=finance_callbot", f"parallelism={name}")).forecast
+        assert forecast is not None and best.step.seconds <= 1.001 * forecast.step_s.mid
+
+
 def test_every_other_layout_has_a_reason() -> None:
     found = found_for(composed("+exp=finance_callbot"))
     assert found.best is not None and len(found.others) > 20
