@@ -29,8 +29,9 @@ class Kernels:
     head_norms: tuple[float, float]  #: of queries and keys, in qwen3
     logit_bytes: tuple[float, float]  #: of each logit, in fp32 for the most part
     chunked_logit_bytes: float  #: backward, where logits are computed again
-    gather_bytes: float  #: of each weight, to have it in the compute format, beside the network
-    reduce_bytes: float  #: of each gradient, from the compute format to a sum in fp32
+    # Moved in memory beside links, of each weight of a whole block and of each of a rank's share:
+    gather_bytes: tuple[float, float]  #: to have it in the compute format
+    reduce_bytes: tuple[float, float]  #: from a gradient in the compute format to a sum in fp32
     reduce_element: int = 4  #: bytes of a gradient that crosses links
     reduces_once: bool = False  #: a step, in its last microbatch, instead of in every one
     score_bytes: tuple[float, float]  #: of each entry of attention's square; 0 where it stays in the kernel
@@ -50,8 +51,8 @@ EAGER = Kernels(
     head_norms=(2, 3),
     logit_bytes=(30, 22),
     chunked_logit_bytes=36,
-    gather_bytes=14,
-    reduce_bytes=26,
+    gather_bytes=(4, 10),
+    reduce_bytes=(6, 20),
     score_bytes=(2, 2),
     whole_square=True,
     repeats_last=False,

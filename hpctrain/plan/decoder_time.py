@@ -150,12 +150,15 @@ class DecoderCosts:
 
     def _weights(self, layers: int, has_embedding: bool, has_head: bool) -> tuple[float, float]:
         """Seconds of gathering the weights of a stage once, and of reducing its gradients, if nothing hides
-        them."""
+        them. Frozen weights are stored in the compute format and need no cast."""
         held, trained = (n / self.layout.tp for n in self._parameters(layers, has_embedding, has_head))
         work, kernels, group = self.work, self.work.kernels, self.groups["dp_shard"]
         units = layers + has_embedding + has_head
-        gather = work.memory_s(kernels.gather_bytes * held)
-        reduce = work.memory_s(kernels.reduce_bytes * trained)
+        whole, own = kernels.gather_bytes
+        own_weights = own * trained + max(0.0, own - FP32 - work.element) * (held - trained)
+        gather = work.memory_s(whole * held + own_weights / group.size)
+        whole, own = kernels.reduce_bytes
+        reduce = work.memory_s((whole + own / group.size) * trained)
         if group.size > 1:
             gather += units * all_gather_s(work.element * held / units, group, self.hardware)
             reduce += units * reduce_scatter_s(kernels.reduce_element * trained / units, group, self.hardware)

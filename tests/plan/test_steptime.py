@@ -107,6 +107,15 @@ def test_tp_sends_what_the_trace_counts(shares_tokens: bool, checkpointing: Chec
     assert step.parts["tp"] == pytest.approx(16 * ((8 * halves + 4) * half_s + losses_s))
 
 
+def test_over_one_rank_a_weight_is_cast_copied_and_its_gradient_summed() -> None:
+    """torch 2.14's _fsdp_collectives.py, bytes a weight: cast 4 + 2, copied in and out 2 + 2 each, twice; its
+    gradient cast 2 + 4, copied 4 + 4, added 4 + 4 + 4."""
+    step = predict(ALONE, WHOLE, hardware=CARD.with_value("overlap", 0))
+    moved = 2 * (6 + 4 + 4) + 6 + 8 + 12
+    parameters = 8 * BLOCK + 2 * 32000 * 1024 + 1024
+    assert step.parts["dp"] == pytest.approx(16 * moved * parameters / 1008e9)
+
+
 def test_shards_are_gathered_twice_and_reduced_once_a_microbatch() -> None:
     """Nothing hidden: 2 bytes a parameter gathered before forward and before backward, 4 reduced."""
     bare = CARD.with_value("overlap", 0).with_value("node_latency_us", 1e-9).with_value("node4_gbps", 1e-3)
