@@ -7,31 +7,21 @@ from __future__ import annotations
 
 import getpass
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from hpctrain.config.hardware import known_hardware
 from hpctrain.config.load import conf_dir, user_conf_dir
 from hpctrain.config.schema import Config, GpuRequest
 from hpctrain.errors import ConfigError
-from hpctrain.launch.environment import scrubbed
+from hpctrain.launch import scratch
 from hpctrain.launch.judge_stop import preemption
-from hpctrain.launch.node_facts import gid_index
-from hpctrain.launch.snapshot import package_root
+from hpctrain.launch.node_facts import Facts, gid_index
+from hpctrain.launch.node_job import ask_node, gpu_kind, place_options, usual_node
 from hpctrain.slurm.records import NodeInfo, PartitionInfo
 from hpctrain.slurm.site import Site, gpus_of, is_out, read_site
 
-PROBE_S = 120  # how long the small job may wait for a node and run
-
-Facts = Mapping[str, Any]
+SCRATCH = "# question: does node scratch keep its files over a requeue?"
 
 
 def write_cluster(name: str, config: Config | None = None, overwrite: bool = False) -> int:
@@ -55,6 +45,10 @@ def write_cluster(name: str, config: Config | None = None, overwrite: bool = Fal
     root = Path(config.run_root if config else "runs").absolute()
     facts, why = ask_node(site, partition, account, qos, root)
     text = render(name, site, partition, account, qos, facts, why)
+    if facts is not None:
+        where = [f"--nodelist={facts['node']}", *place_options(partition, account, qos)]
+        job = scratch.send(scratch.answer_of(site.setting("ClusterName")), where)
+        text = text.replace(SCRATCH, f"{SCRATCH} Job {job} finds out, doctor will tell" if job else SCRATCH)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     questions = text.count("# question:")
@@ -89,67 +83,6 @@ def choose_partition(site: Site, asked: str | None) -> PartitionInfo:
         return partition.state == "UP", count, partition.is_default
 
     return max(site.partitions.values(), key=rank)
-
-
-def usual_node(nodes: Sequence[NodeInfo]) -> NodeInfo | None:
-    """A node of the most frequent make, one that is up if there is one."""
-    kinds = Counter((node.gres.partition("(")[0], node.num_cpus) for node in nodes)
-    if not kinds:
-        return None
-    kind = kinds.most_common(1)[0][0]
-    alike = [node for node in nodes if (node.gres.partition("(")[0], node.num_cpus) == kind]
-    return next((node for node in alike if not is_out(node)), alike[0])
-
-
-def gpu_kind(node: NodeInfo) -> tuple[str | None, int]:
-    """Type, as the site names it, and number of a node's GPUs."""
-    found = gpus_of(node)
-    most = max(found, key=lambda gres: gres.count, default=None)
-    return (most.type, most.count) if most else (None, 0)
-
-
-def ask_node(
-    site: Site, partition: PartitionInfo, account: str | None, qos: str | None, root: Path
-) -> tuple[Facts | None, str]:
-    """What the probe sees on one node, or why nothing was seen. Waits for a node two minutes at most."""
-    node = usual_node(site.nodes_of(partition.name))
-    if node is None:
-        return None, "the partition has no nodes"
-    if shutil.which("srun") is None:
-        return None, "srun is not installed here"
-    kind, count = gpu_kind(node)
-    options = [
-        "--nodes=1",
-        "--ntasks=1",
-        "--time=5",
-        f"--immediate={PROBE_S}",
-        f"--partition={partition.name}",
-    ]
-    options += [f"--job-name=hpctrain-probe-{os.getpid()}"]
-    options += [f"--account={account}"] if account else []
-    options += [f"--qos={qos}"] if qos else []
-    options += [f"--gres=gpu:{f'{kind}:' if kind else ''}{count}"] if count else []
-    root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root, prefix=".probe") as folder:
-        probe = [sys.executable, "-m", "hpctrain.launch.probe", "facts", folder]
-        environment = {**scrubbed(os.environ), "PYTHONPATH": str(package_root())}
-        try:
-            done = subprocess.run(
-                ["srun", *options, *probe],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=PROBE_S + 60,
-            )
-        except subprocess.TimeoutExpired:
-            return None, f"no node was free within {PROBE_S} s"
-        found = sorted(Path(folder).glob("*.facts.json"))
-        if done.returncode or not found:
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
-            return None, lines[-1] if lines else f"srun exited with {done.returncode}"
-        facts: dict[str, Any] = json.loads(found[0].read_text())
-        facts["run_folder"]["path"] = str(root)
-        return {**facts, "node": found[0].name.removesuffix(".facts.json")}, ""
 
 
 def catalogue_entry(gpu_type: str | None) -> str | None:
@@ -266,7 +199,7 @@ def _node_lines(facts: Facts) -> list[str]:
     lines.append(f"# /dev/shm: {facts['shm_gib']:.0f} GiB")
     for each in facts["scratch"][:3]:
         lines.append(f"# scratch: {each['path']} ({each['type']}), {each['free_gib']:.0f} GiB free")
-    lines.append("# question: does node scratch survive a requeue? Write a file, scontrol requeue, look")
+    lines.append(SCRATCH)
     run = facts["run_folder"]
     lines.append(f"# runs: {run['path']} ({run['type']}), {run['free_gib']:.0f} GiB free")
     quota = (run["quota"] or "").splitlines()

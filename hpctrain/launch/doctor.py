@@ -7,6 +7,7 @@ import getpass
 import json
 import re
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,12 +20,13 @@ from hpctrain.launch.drivers import TorchBuild, driver_findings, installed_torch
 from hpctrain.launch.findings import Finding, has_problem, notice, ok, problem, summary, to_text
 from hpctrain.launch.judge_stop import SaveTime
 from hpctrain.launch.preflight import Report, last_report
+from hpctrain.launch.scratch import scratch_findings
 from hpctrain.launch.script import check_options, clean_environment, make_executor
 from hpctrain.launch.snapshot import package_root
 from hpctrain.plan.plan import RunPlan, make_plan
 from hpctrain.run.directory import RunDirectory
 from hpctrain.run.ledger import Ledger
-from hpctrain.slurm.site import ExpectedStart, Site, expected_start, read_site
+from hpctrain.slurm.site import ExpectedStart, Site, expected_start, is_out, read_site
 
 __all__ = ["doctor", "write_cluster"]
 
@@ -69,7 +71,8 @@ def examine(config: Config) -> list[Finding]:
         findings += judge_stop.preemption_findings(site, partition, qos, save)
     findings += judge_stop.ending_findings(site, cluster, save)
     findings += judge_queue.accounting_findings(site)
-    findings += node_software(config)
+    nodes = [node.name for node in site.nodes_of(partition.name) if not is_out(node)] if partition else []
+    findings += node_software(config, nodes) + scratch_findings(site.setting("ClusterName"))
     findings += judge_queue.share_findings(site, cluster)
     if partition is not None:
         findings += judge_queue.cost_findings(site, cluster, partition)
@@ -136,7 +139,7 @@ def measured_step_s(config: Config, run: RunDirectory) -> float | None:
     return config.optim.global_batch_size / min(rates) if rates else None
 
 
-def node_software(config: Config) -> list[Finding]:
+def node_software(config: Config, nodes: Sequence[str]) -> list[Finding]:
     """Drivers and sick nodes, as the last preflight found them."""
     report = last_report(config.run_root)
     drivers, build, where = {}, installed_torch(), ""
@@ -147,7 +150,7 @@ def node_software(config: Config) -> list[Finding]:
         if config.cluster.python and torch:
             build = TorchBuild(torch["version"], torch["cuda"])
     is_cuda = config.cluster.device is Device.cuda
-    return driver_findings(build, drivers, is_cuda, where) + sick_findings(config, report)
+    return driver_findings(build, drivers, is_cuda, where, nodes) + sick_findings(config, report)
 
 
 def sick_findings(config: Config, report: Report | None) -> list[Finding]:

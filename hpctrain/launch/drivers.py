@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -52,13 +52,18 @@ def first_drivers(cuda: str) -> tuple[int, int] | None:
 
 
 def driver_findings(
-    build: TorchBuild | None, drivers: Mapping[str, str | None], is_cuda: bool, where: str = ""
+    build: TorchBuild | None,
+    drivers: Mapping[str, str | None],
+    is_cuda: bool,
+    where: str = "",
+    nodes: Sequence[str] = (),
 ) -> list[Finding]:
     """Judge the drivers of the nodes by the torch that they are to carry.
 
     Args:
         drivers: node to driver version, as far as known; None for a node without one.
         where: how the drivers are known.
+        nodes: those that a job may get.
     """
     if not is_cuda:
         return []
@@ -80,7 +85,13 @@ def driver_findings(
         return [
             question("driver", f"{carried}; the nodes' drivers are not known", means, "hpctrain preflight")
         ]
-    return _judge(carried, full, least, drivers, where)
+    findings = _judge(carried, full, least, drivers, where)
+    unknown = [node for node in nodes if node not in drivers]
+    if unknown:
+        shown = ", ".join(unknown[:3]) + f" and {len(unknown) - 3} more" * (len(unknown) > 3)
+        means = "a job may get them all the same"
+        findings.append(question("driver", f"not known of {shown}", means, "hpctrain preflight over them"))
+    return findings
 
 
 def _judge(

@@ -25,6 +25,7 @@ from hpctrain.run.directory import write_json
 
 DISK_BYTES = 32 * 2**20
 LINK_S = 1.0
+BUSY_AFTER_S = 1.0  # clocks and links need it to wake up
 MATMUL_S = 180.0  # torch loads from NFS, on all nodes at once
 
 
@@ -91,7 +92,7 @@ def try_gpus() -> tuple[Facts, list[Any]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         is_busy = child.stdout.readline().strip() == "busy"
-        time.sleep(1.0 if is_busy else 0.0)
+        time.sleep(BUSY_AFTER_S if is_busy else 0.0)
         busy = gpus.query_gpus()[0] if is_busy else []
         try:
             out, err = child.communicate(timeout=MATMUL_S)

@@ -42,6 +42,11 @@ def test_a_measured_save_counts_and_not_the_plans(tmp_path: Path) -> None:
     assert (found.save_s, found.step_s, found.total_s) == (9.0, 4.0, 13.0)  # 64 samples at 16 a second
 
 
+def test_a_local_run_has_no_cluster_to_look_at(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cluster.kind=local"):
+        doctor.doctor(run_config(tmp_path), as_json=False)
+
+
 def report(**nodes: list[str]) -> dict[str, Any]:
     return {
         "nodes": {
@@ -68,12 +73,13 @@ def test_drivers_of_the_last_preflight_are_judged(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("hpctrain.slurm.expand", lambda text: [])
     config = run_config(tmp_path)
     config.cluster.device = Device.cuda
-    (finding,) = doctor.node_software(config)
+    (finding,) = doctor.node_software(config, ["n1"])
     assert finding.level is Level.question and finding.change == "hpctrain preflight"
     (tmp_path / "preflight").mkdir()
     (tmp_path / "preflight" / "preflight.json").write_text(json.dumps(report(n1=[])))
-    driver, _ = doctor.node_software(config)
+    driver, unknown, _ = doctor.node_software(config, ["n1", "n2"])
     assert driver.level is Level.problem and "n1 550.54.14" in driver.found  # torch 2.14 needs 580
+    assert unknown.level is Level.question and unknown.found == "not known of n2"
 
 
 def test_nodes_are_narrowed_as_sbatch_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +175,7 @@ def test_a_cluster_file_has_what_slurm_and_a_node_say() -> None:
         "# locked memory (ulimit -l): 0 MiB; RDMA needs unlimited",
         "# scratch: /local (xfs), 3000 GiB free",
         "#   home 50G of 100G",
-        "# question: does node scratch survive a requeue? Write a file, scontrol requeue, look",
+        "# question: does node scratch keep its files over a requeue?",
     ):
         assert fact in text.splitlines()
 

@@ -25,6 +25,54 @@ def test_a_product_with_one_wrong_entry_is_found() -> None:
         assert not matmul.is_right(wrong, expected)
 
 
+def test_devices_are_busy_together_and_a_broken_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    healthy = [torch.device("cpu")] * 2
+    assert [each["wrong"] for each in matmul.check_devices(healthy, size=64, busy_s=0.0)] == [0, 0]
+    made = matmul.make_pair
+    broken = iter([False, True])
+
+    def make_pair(size: int, device: torch.device) -> Any:
+        a, b, (rows, weights) = made(size, device)
+        return a, b, (rows + next(broken), weights)
+
+    monkeypatch.setattr(matmul, "make_pair", make_pair)
+    found = matmul.check_devices(healthy, size=64, busy_s=0.0)
+    assert [each["wrong"] for each in found] == [0, 2]  # of 20 products two are looked at
+
+
+def child(folder: Path, script: str) -> str:
+    """An interpreter that is none: it answers as the child would."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("script", "error", "num_gpus"),
+    [
+        ('echo busy; echo \'[{"device": 0, "wrong": 0, "tflops": 150.0}]\'', None, 1),
+        ("echo '[]'", "torch finds no GPU", 0),
+        (
+            "echo busy; echo 'CUDA error: unspecified launch failure' >&2; exit 1",
+            "CUDA error: unspecified",
+            0,
+        ),
+        ("echo 'No module named torch' >&2; exit 1", "No module named torch", 0),
+    ],
+    ids=["well", "no GPU", "dies while busy", "no torch"],
+)
+def test_a_child_that_fails_is_an_answer_too(
+    script: str, error: str | None, num_gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe.sys, "executable", child(tmp_path, script))
+    monkeypatch.setattr(probe, "BUSY_AFTER_S", 0.0)
+    monkeypatch.setattr(probe.gpus, "query_gpus", lambda: ([{"index": 0, "pcie_gen": 4}], ""))
+    found, _ = probe.try_gpus()
+    assert len(found["gpus"]) == num_gpus
+    assert found["error"] is None if error is None else found["error"].startswith(error)
+
+
 def test_sums_stay_where_fp16_is_exact() -> None:
     a, b, _ = matmul.make_pair(matmul.SIZE // 8, torch.device("cpu"))
     # The standard deviation of a sum of n terms, each ±1 four times in nine, is 2/3 of √n.
