@@ -19,16 +19,19 @@ from hpctrain.config.schema import (
     ParallelismConfig,
     Schedule,
     TokenDataConfig,
+    VisionConfig,
 )
 from hpctrain.plan.batch import BatchPlan, resolve_batch
 from hpctrain.plan.decoder_legality import batch_findings
 from hpctrain.plan.decoder_memory import MemoryModel, make_memory_model
+from hpctrain.plan.fit import host_findings, known_identities
 from hpctrain.plan.layout import Layout, axes_text
 from hpctrain.plan.legality import layout_findings
-from hpctrain.plan.memory import GIB, RankMemory, fullest
+from hpctrain.plan.memory import GIB, RankMemory
 from hpctrain.plan.points import memory_point
 from hpctrain.plan.stages import Stages, block_worth, split_layers, stage_findings
 from hpctrain.plan.steptime import StepTime, predict_step
+from hpctrain.plan.vision_memory import replicated_memory
 
 LARGEST_MICROBATCH_TOKENS = 32_768  # products are as fast as they get long before
 NEAR = 1.4  # a cut that needs this much too much may fit when it is cut by memory
@@ -94,13 +97,19 @@ def most_costly(step: StepTime) -> str:
     return f"{seconds / step.seconds:.0%} of the step in {names.get(cause, cause)}"
 
 
-def search(config: Config, hardware: Hardware, refused: frozenset[str] = frozenset()) -> Found:
+def search(
+    config: Config,
+    hardware: Hardware,
+    refused: frozenset[str] = frozenset(),
+    num_identities: int | None = None,
+) -> Found:
     """Look at all layouts of a run's cluster.
 
     Args:
+        num_identities: of training images, where there are any.
         refused: points (`memory_point`) at which memory ran out before.
     """
-    usable = hardware.get("usable_gib")
+    limits = _Limits(hardware.get("usable_gib"), refused, known_identities(config, num_identities))
     rows: dict[tuple[int, int, int, int], list[Option]] = {}
     num_tried = 0
     for offload in (False, True):
@@ -108,7 +117,7 @@ def search(config: Config, hardware: Hardware, refused: frozenset[str] = frozens
             layout = option.layout
             rows.setdefault((layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp), []).append(option)
             num_tried += 1
-        judged = _judge_rows(config, list(rows.values()), usable, refused)
+        judged = _judge_rows(config, list(rows.values()), limits)
         if any(option.fits for option in judged) or not isinstance(config.model, DecoderConfig):
             break
     ordered = sorted(judged, key=lambda option: (not option.fits, option.step.seconds))
@@ -209,16 +218,21 @@ def _balanced_stages(config: Config, layout: Layout) -> Stages:
     return tuple((layers.start, layers.stop) for layers in split_layers(counts))
 
 
-def _judge_rows(
-    config: Config, rows: list[list[Option]], usable_gib: float | None, refused: frozenset[str]
-) -> list[Option]:
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    usable_gib: float | None
+    refused: frozenset[str]
+    num_identities: int | None
+
+
+def _judge_rows(config: Config, rows: list[list[Option]], limits: _Limits) -> list[Option]:
     """Of each row the fastest variant that fits; where none does, the smallest, with the reason."""
     judged, best_s = [], float("inf")
     for row in sorted(rows, key=lambda row: min(option.step.seconds for option in row)):
         row.sort(key=lambda option: option.step.seconds)
-        smallest = _judge(config, min(row, key=_size), usable_gib, refused, by_memory=True)
+        smallest = _judge(config, min(row, key=_size), limits, by_memory=True)
         for option in row if smallest.fits else []:
-            found = _judge(config, option, usable_gib, refused, option.step.seconds < SLOW * best_s)
+            found = _judge(config, option, limits, by_memory=option.step.seconds < SLOW * best_s)
             if found.fits:
                 best_s = min(best_s, found.step.seconds)
                 judged.append(found)
@@ -241,51 +255,66 @@ def _size(option: Option) -> tuple[int, ...]:
     )
 
 
-def _judge(
-    config: Config, option: Option, usable_gib: float | None, refused: frozenset[str], by_memory: bool
-) -> Option:
+def _judge(config: Config, option: Option, limits: _Limits, *, by_memory: bool) -> Option:
     """Whether an option fits, with the memory of its fullest rank.
 
     Args:
         by_memory: where it nearly fits, cut the stages by memory.
     """
     given = replace(config, parallelism=option.parallelism)
-    if memory_point(given, option.layout, option.batch) in refused:
+    if limits.refused and memory_point(given, option.layout, option.batch) in limits.refused:
         return replace(option, fits=False, refusal="memory ran out with it before")
-    memory = _memory(given, option, usable_gib, by_memory)
-    if not memory:
+    found = _fullest(given, option, limits, by_memory)
+    if found is None:
         return option
-    place = fullest(memory)
-    needed = memory[place].total / GIB
+    place, memory = found
+    needed = memory.total / GIB
     judged = replace(option, memory_gib=needed, place=place)
+    usable_gib = limits.usable_gib
     if usable_gib is None or needed <= usable_gib:
-        return judged
+        findings = host_findings(given, (memory,))
+        return replace(judged, fits=False, refusal=findings[0]) if findings else judged
     where = f" at pp={place}" if option.layout.pp > 1 else ""
     return replace(
-        judged, fits=False, refusal=f"needs {needed:.1f} of {usable_gib} GiB{where}: {memory[place].text()}"
+        judged, fits=False, refusal=f"needs {needed:.1f} of {usable_gib} GiB{where}: {memory.text()}"
     )
 
 
-def _memory(
-    config: Config, option: Option, usable_gib: float | None, by_memory: bool
-) -> tuple[RankMemory, ...]:
-    """Memory by place, for stages of equal time; where they nearly fit, for those cut by memory."""
+def _fullest(
+    config: Config, option: Option, limits: _Limits, by_memory: bool
+) -> tuple[int, RankMemory] | None:
+    """The fullest rank, for stages of equal time; where they nearly fit, for those cut by memory."""
     model, layout = config.model, option.layout
+    if isinstance(model, VisionConfig):
+        memory = replicated_memory(config, model, layout, option.batch, limits.num_identities)
+        return None if memory is None else (0, memory)
     if not isinstance(model, DecoderConfig):
-        return ()
-    if config.parallelism.schedule is not Schedule["gpipe"]:
-        # In flight is never more than what a short schedule has.
-        short = min(option.batch.num_microbatches, 2 * layout.pp * config.parallelism.stages_per_rank)
-        batch = replace(option.batch, num_microbatches=short)
-    memory_model = make_memory_model(config, model, layout, batch)
-    memory = memory_model.ranks(_balanced_stages(config, layout))
-    usable = None if usable_gib is None else int(usable_gib * GIB)
-    if usable is None or not by_memory or not usable < memory[fullest(memory)].total < NEAR * usable:
-        return memory
+        return None
+    # In flight is never more than what a short schedule has.
+    short = min(option.batch.num_microbatches, 2 * layout.pp * config.parallelism.stages_per_rank)
+    memory_model = make_memory_model(config, model, layout, replace(option.batch, num_microbatches=short))
+    place, needed = _fullest_place(memory_model, _balanced_stages(config, layout))
+    usable = None if limits.usable_gib is None else int(limits.usable_gib * GIB)
+    if usable is None or not by_memory or not usable < needed.total < NEAR * usable:
+        return place, needed
     counts = _counts_that_fit(memory_model, model, usable)
     if counts is None:
-        return memory
-    return memory_model.ranks(tuple((layers.start, layers.stop) for layers in split_layers(counts)))
+        return place, needed
+    return _fullest_place(memory_model, tuple((cut.start, cut.stop) for cut in split_layers(counts)))
+
+
+def _fullest_place(memory_model: MemoryModel, stages: Stages) -> tuple[int, RankMemory]:
+    """Of places with as many blocks the first has most in flight, so that the others need no look."""
+    pp = memory_model.layout.pp
+    looked_at: dict[tuple[int, ...], int] = {}
+    for place in range(pp - 1):
+        counts = tuple(end - first for first, end in stages[place::pp])
+        looked_at.setdefault((place == 0, *counts), place)
+    found = []
+    for place in (*looked_at.values(), pp - 1):
+        layers = {stage: stages[stage][1] - stages[stage][0] for stage in range(place, len(stages), pp)}
+        found.append((place, memory_model.rank(place, layers)))
+    return max(found, key=lambda pair: pair[1].total)
 
 
 def _counts_that_fit(memory_model: MemoryModel, model: DecoderConfig, usable: int) -> list[int] | None:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpctrain.config.schema import Config
+from hpctrain.config.schema import Config, VisionConfig
 from hpctrain.errors import PlanError
 from hpctrain.plan.forecast import Forecast, duration_text, parse_duration_s
 from hpctrain.plan.hardware import hardware_of
 from hpctrain.plan.layout import axes_text
 from hpctrain.plan.plan import RunPlan, make_plan
-from hpctrain.plan.search import search
+from hpctrain.plan.search import Found, search
 from hpctrain.plan.supply import Workload
 
 
@@ -52,7 +52,7 @@ def make_size(config: Config, workload: Workload | None, num_nodes: int) -> Size
     # The question is how long it takes, whatever is allowed.
     given = replace(config, cluster=cluster, deadline=None)
     try:
-        plan = make_plan(choose_layout(given), workload)
+        plan = make_plan(_choose_microbatch(choose_layout(given, workload), workload), workload)
     except PlanError as refusal:
         return Size(num_nodes=num_nodes, plan=None, refusal=_first_line(refusal))
     return Size(num_nodes=num_nodes, plan=plan)
@@ -71,7 +71,7 @@ def choose(config: Config, workload: Workload | None, refused: frozenset[str] = 
     """
     if config.cluster.num_nodes == -1:
         config = replace(config, cluster=replace(config.cluster, num_nodes=_needed_nodes(config, workload)))
-    return choose_layout(config, refused)
+    return choose_layout(config, workload, refused)
 
 
 def _needed_nodes(config: Config, workload: Workload | None) -> int:
@@ -105,14 +105,30 @@ def _expected_s(size: Size) -> float:
     return total.mid if total else float("inf")
 
 
-def choose_layout(config: Config, refused: frozenset[str] = frozenset()) -> Config:
+def _choose_microbatch(config: Config, workload: Workload | None) -> Config:
+    """Of a vision model whose microbatch is left open, the fastest that fits; for other sizes than its own a
+    rank's whole share may be too much."""
+    if not isinstance(config.model, VisionConfig) or config.parallelism.microbatch_size is not None:
+        return config
+    best = _search(config, workload, frozenset()).best
+    return replace(config, parallelism=best.parallelism) if best else config
+
+
+def _search(config: Config, workload: Workload | None, refused: frozenset[str]) -> Found:
+    num_identities = workload.num_identities if workload else None
+    return search(config, hardware_of(config.cluster), refused, num_identities)
+
+
+def choose_layout(
+    config: Config, workload: Workload | None = None, refused: frozenset[str] = frozenset()
+) -> Config:
     """The config with the fastest layout that fits where `parallelism.auto` asks for it.
 
     Raises PlanError: none fits.
     """
     if not config.parallelism.auto:
         return config
-    found = search(config, hardware_of(config.cluster), refused)
+    found = _search(config, workload, refused)
     if not found.num_tried:
         raise PlanError(
             f"parallelism.auto=true: no time can be predicted on {config.cluster.num_nodes} nodes; "
