@@ -98,9 +98,11 @@ def narrowed(site: Site, config: Config) -> Site:
 
 
 def planned(config: Config) -> tuple[RunPlan | None, list[Finding]]:
-    """The plan, or what it says against the run."""
+    """The plan, or what it says against the run; its deadline is the business of `hpctrain plan`."""
+    without = copy.deepcopy(config)
+    without.deadline = None
     try:
-        return make_plan(config), []
+        return make_plan(without), []
     except HpctrainError as error:
         return None, [problem("plan", str(error), "submit refuses the run", "hpctrain plan shows it whole")]
 
@@ -178,7 +180,7 @@ def shapes(config: Config, most: int) -> list[int]:
 
 def with_nodes(config: Config, num_nodes: int) -> Config:
     changed = copy.deepcopy(config)
-    changed.cluster.num_nodes = num_nodes
+    changed.cluster.num_nodes, changed.deadline = num_nodes, None
     return changed
 
 

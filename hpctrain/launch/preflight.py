@@ -1,7 +1,7 @@
 """The verb `preflight`: a job over all nodes of the request checks each of them, and their links.
 
 Nodes answer in files of `<run_root>/preflight/<number>/`; the verdict is `preflight.json` there, and a copy
-of the last one in `<run_root>/preflight/`, which `doctor` reads.
+of a cluster's last one in `<run_root>/preflight/`, which `doctor` reads.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def preflight(config: Config, as_json: bool) -> int:
     else:
         check_options(config.cluster)
         report = run_in_allocation(config, folder) if allocation().is_slurm else run_as_job(config, folder)
-    shutil.copyfile(folder / "preflight.json", folder.parent / "preflight.json")
+        shutil.copyfile(folder / "preflight.json", folder.parent / "preflight.json")
     print(json.dumps(report) if as_json else to_text(report))
     return 1 if report["exclude"] else 0
 

@@ -241,3 +241,13 @@ def test_a_site_without_gpus_gets_a_file_for_cpus() -> None:
     assert "# preemption: none" in cluster_file.render(
         "mine", small(), replace(small().partitions["gpu"]), None, None, None, ""
     )
+
+
+def test_a_deadline_does_not_keep_doctor_from_the_plan(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    config.deadline = "1s"
+    plan, refusal = doctor.planned(config)
+    assert plan is not None and refusal == []
+    config.optim.global_batch_size = 3  # of two ranks
+    plan, (finding,) = doctor.planned(config)
+    assert plan is None and finding.level is Level.problem and "global_batch_size" in finding.found
