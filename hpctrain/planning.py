@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hpctrain.plan.hardware import hardware_of
 from hpctrain.plan.plan import RunPlan
 from hpctrain.plan.search import Found, search
 from hpctrain.plan.sizing import Size, deadline_s, fewest_nodes, make_size, make_sizes, sizes_up_to
+from hpctrain.plan.supply import Workload
 from hpctrain.report.plan_tables import comparison_table, layout_table, print_tables, size_table
 from hpctrain.run.exhausted import find_out_of_memory
 
@@ -27,10 +29,11 @@ class Planned:
     """All that a plan page shows."""
 
     config: Config
-    plan: RunPlan
+    plan: RunPlan | None  #: None where the run is refused, and `plan.force` would not help
     found: Found | None  #: other layouts; None where no time can be predicted
     sizes: list[Size]  #: by number of nodes; empty where nothing depends on it
     named: list[tuple[str, Size]]  #: layouts side by side
+    refusal: str = ""  #: why the run is refused
 
 
 def plan_verb(config: Config, flags: Namespace, with_parallelism: Callable[[str], Config]) -> int:
@@ -39,9 +42,12 @@ def plan_verb(config: Config, flags: Namespace, with_parallelism: Callable[[str]
     asked = replace(config, parallelism=replace(config.parallelism), cluster=replace(config.cluster))
     try:
         plan = planned(config) if Path(config.data.root).name == WITHOUT_DATA else checked_plan(config)
-    except PlanError:
+    except PlanError as refusal:
+        found, sizes = _look(asked), _sizes(asked, None, everything=flags.html is not None)
         if not flags.json:
-            print_tables(_tables(asked, None, _look(asked), _sizes(asked, None), named))
+            print_tables(_tables(asked, None, found, sizes, named))
+        if flags.html is not None:
+            _write_refused(asked, found, sizes, named, str(refusal), Path(flags.html))
         raise
     sizes = _sizes(asked, plan, everything=flags.html is not None)
     asked.cluster.num_nodes = plan.num_nodes
@@ -66,10 +72,35 @@ def plan_verb(config: Config, flags: Namespace, with_parallelism: Callable[[str]
     return 0
 
 
+def _write_refused(
+    config: Config,
+    found: Found | None,
+    sizes: list[Size],
+    named: list[tuple[str, Size]],
+    refusal: str,
+    path: Path,
+) -> None:
+    """The page of a run that is refused: the plan that `plan.force` would make, if any, and what would do."""
+    from hpctrain.report.plan_page import write_page
+
+    forced = replace(config, plan=replace(config.plan, force=True))
+    plan = None
+    with suppress(PlanError):
+        plan = planned(forced)
+    page = Planned(config=forced, plan=plan, found=found, sizes=sizes, named=named, refusal=refusal)
+    write_page(page, path)
+
+
 def _look(config: Config) -> Found | None:
     if config.cluster.num_nodes < 1 or not _has_figures(config):
         return None
-    found = search(config, hardware_of(config.cluster), frozenset(find_out_of_memory(Path(config.run_root))))
+    workload = find_workload(config)
+    found = search(
+        config,
+        hardware_of(config.cluster),
+        frozenset(find_out_of_memory(Path(config.run_root))),
+        workload.num_identities if workload else None,
+    )
     return found if found.num_tried > 1 else None
 
 
@@ -87,7 +118,7 @@ def _sizes(config: Config, plan: RunPlan | None, *, everything: bool = False) ->
     if not is_known or (wanted is None and not everything):
         return []
     if everything:
-        return make_sizes(config, workload, list(range(1, most + 1)))
+        return _curve(config, workload, plan.num_nodes if plan else max(1, config.cluster.num_nodes))
     assert wanted is not None
     if config.cluster.num_nodes == -1 and plan is not None:
         sizes = make_sizes(config, workload, [max(1, plan.num_nodes // 2), plan.num_nodes])
@@ -96,6 +127,22 @@ def _sizes(config: Config, plan: RunPlan | None, *, everything: bool = False) ->
     last = sizes[-1].num_nodes
     more = {last + 1, 2 * last, config.cluster.num_nodes}
     return sizes + make_sizes(config, workload, sorted(n for n in more if last < n <= most))
+
+
+def _curve(config: Config, workload: Workload | None, own: int) -> list[Size]:
+    """The layout of the config on all numbers of nodes; where it fits hardly any, the best layout of half,
+    the same, and twice as many."""
+    most, sizes = config.plan.max_nodes, list[Size]()
+    if not config.parallelism.auto:
+        sizes = make_sizes(config, workload, list(range(1, most + 1)))
+        if sum(size.plan is not None for size in sizes) > 2:
+            return sizes
+    free = replace(config, parallelism=replace(config.parallelism, auto=True))
+    around = sorted({max(1, own // 2), own, 2 * own})
+    kept = {size.num_nodes: size for size in sizes if size.plan is not None}
+    return [
+        kept.get(count) or make_size(free, workload, count) for count in around if count <= max(own, most)
+    ]
 
 
 def _size_of(config: Config) -> Size:
@@ -124,6 +171,7 @@ def _tables(
 
 def _to_dict(page: Planned) -> dict[str, Any]:
     """The plan's own fields, and what was compared with it."""
+    assert page.plan is not None
     fields: dict[str, Any] = json.loads(page.plan.to_json())
     fields["sizes"] = [size.to_dict() for size in page.sizes]
     fields["named"] = {name: size.to_dict() for name, size in page.named}
