@@ -116,6 +116,15 @@ def test_over_one_rank_a_weight_is_cast_copied_and_its_gradient_summed() -> None
     assert step.parts["dp"] == pytest.approx(16 * moved * parameters / 1008e9)
 
 
+def test_over_four_ranks_only_whole_blocks_are_copied() -> None:
+    """As above, but casts, copies in and sums are of a quarter; the copy of the gradient is the link's."""
+    bare = CARD.with_value("overlap", 0).with_value("node4_gbps", 1e9).with_value("node_latency_us", 1e-9)
+    step = predict((1, 1, 4, 1), WHOLE, hardware=bare)
+    moved = 2 * (4 + (6 + 4) / 4) + 6 + (8 + 12) / 4
+    parameters = 8 * BLOCK + 2 * 32000 * 1024 + 1024
+    assert step.parts["dp"] == pytest.approx(4 * moved * parameters / 1008e9, rel=1e-3)
+
+
 def test_shards_are_gathered_twice_and_reduced_once_a_microbatch() -> None:
     """Nothing hidden: 2 bytes a parameter gathered before forward and before backward, 4 reduced."""
     bare = CARD.with_value("overlap", 0).with_value("node_latency_us", 1e-9).with_value("node4_gbps", 1e-3)
@@ -309,3 +318,11 @@ def test_a_million_identities_cost_three_products_in_fp32() -> None:
     without, with_head = (predict_vision(1, 128, bare, num_identities=n) for n in (None, 10**6))
     expected = 6 * 128 * 512e6 / (82.6e12 * bare["matmul_efficiency"])
     assert with_head.parts["compute"] - without.parts["compute"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_class_parallel_ranks_update_their_own_centres() -> None:
+    """AdamW and the norm: 8 numbers of fp32 for each of 512 · 10⁶ / 8."""
+    headless = predict_vision(8, 128)
+    apart = predict_vision(8, 128, class_parallel=True, num_identities=10**6)
+    expected = 4 * 8 * 512e6 / 8 / 1008e9
+    assert apart.parts["optimizer"] - headless.parts["optimizer"] == pytest.approx(expected)
