@@ -8,13 +8,15 @@ import pytest
 
 from hpctrain import slurm
 from hpctrain.config.schema import Config
-from hpctrain.errors import ClusterError
+from hpctrain.errors import ClusterError, PlanError
 from hpctrain.launch import supervise
 from hpctrain.launch.decide import Action, Decision, JobStatus
 from hpctrain.launch.environment import Allocation
 from hpctrain.launch.supervise import Supervisor
 from hpctrain.plan.plan import make_plan
+from hpctrain.run.causes import AttemptCause, CauseKind
 from hpctrain.run.directory import RunDirectory
+from hpctrain.run.exhausted import find_out_of_memory
 from hpctrain.slurm.records import JobInfo
 
 WANTED = Decision(Action.requeue, "preemption")
@@ -48,7 +50,9 @@ class FakeSlurm:
 def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
     monkeypatch.setattr(supervise.time, "sleep", lambda seconds: None)
     config = Config()
-    return Supervisor(RunDirectory(tmp_path), config, make_plan(config), Allocation("7", 0, "n0"))
+    return Supervisor(
+        RunDirectory(tmp_path / "runs" / "city"), config, make_plan(config), Allocation("7", 0, "n0")
+    )
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, fake: FakeSlurm) -> FakeSlurm:
@@ -127,3 +131,17 @@ def test_a_controller_that_is_away_is_asked_again(
     monkeypatch.setattr(supervise, "CONTROLLER_S", -1.0)
     answers = iter([ClusterError("asked", "no answer")])
     assert supervisor.job_status() is JobStatus.unreachable
+
+
+def test_memory_that_ran_out_refuses_the_next_plan_of_the_same_run(supervisor: Supervisor) -> None:
+    cause = AttemptCause(CauseKind.out_of_memory, "CUDA out of memory", 3)
+    supervisor.write_end("7_0_1", cause, Decision(Action.relaunch, "crash 1 of 2"))
+    exhausted = find_out_of_memory(supervisor.run.path.parent)
+    assert list(exhausted) == [supervisor.plan.point]
+    with pytest.raises(PlanError, match=rf"memory ran out .* in run {supervisor.run.name} \(7_0_1\)"):
+        make_plan(Config(), None, exhausted)
+
+
+def test_another_end_refuses_nothing(supervisor: Supervisor) -> None:
+    supervisor.write_end("7_0_1", AttemptCause(CauseKind.crash, "ValueError"), Decision(Action.fail, "again"))
+    assert find_out_of_memory(supervisor.run.path.parent) == {}
