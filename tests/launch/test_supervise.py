@@ -49,10 +49,9 @@ class FakeSlurm:
 @pytest.fixture
 def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
     monkeypatch.setattr(supervise.time, "sleep", lambda seconds: None)
-    config = Config()
-    return Supervisor(
-        RunDirectory(tmp_path / "runs" / "city"), config, make_plan(config), Allocation("7", 0, "n0")
-    )
+    config, run = Config(), RunDirectory(tmp_path / "runs" / "city")
+    run.create()
+    return Supervisor(run, config, make_plan(config), Allocation("7", 0, "n0"))
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, fake: FakeSlurm) -> FakeSlurm:
