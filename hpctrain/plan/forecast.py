@@ -107,7 +107,7 @@ def make_forecast(
         supply=data_supply(config.cluster, config.data, workload, hardware) if workload else None,
         num_steps=num_steps,
         total_s=total,
-        one_device_s=_one_device_s(config, batch, hardware, num_steps),
+        one_device_s=_one_device_s(config, batch, hardware, num_steps, workload),
         is_assumed=workload is not None and not workload.is_packed,
         deadline_s=parse_duration_s(config.deadline) if config.deadline else None,
         days=hours.scaled(1 / told.hours_per_day) if hours else None,
@@ -126,7 +126,8 @@ def step_parts(
     workload: Workload | None,
 ) -> dict[str, float] | None:
     """Seconds of a step by cause, waiting for data included."""
-    step = predict_step(config, layout, batch, stages, hardware)
+    identities = workload.num_identities if workload else None
+    step = predict_step(config, layout, batch, stages, hardware, num_identities=identities)
     if step is None:
         return None
     supply = data_supply(config.cluster, config.data, workload, hardware) if workload else None
@@ -174,13 +175,15 @@ def _num_kept(config: Config, num_steps: int | None) -> int:
 
 
 def _one_device_s(
-    config: Config, batch: BatchPlan, hardware: Hardware, num_steps: int | None
+    config: Config, batch: BatchPlan, hardware: Hardware, num_steps: int | None, workload: Workload | None
 ) -> float | None:
     """Training time on one device that has its data in time; None for decoders, which do not fit one."""
     if num_steps is None or not isinstance(config.model, VisionConfig):
         return None
     alone = replace(batch, num_microbatches=-(-batch.global_batch_size // batch.microbatch_size))
-    step = predict_step(config, Layout(pp=1, dp_replicate=1, dp_shard=1, tp=1), alone, (), hardware)
+    layout = Layout(pp=1, dp_replicate=1, dp_shard=1, tp=1)
+    identities = workload.num_identities if workload else None
+    step = predict_step(config, layout, alone, (), hardware, num_identities=identities)
     return None if step is None else num_steps * step.seconds
 
 
