@@ -31,7 +31,7 @@ from hpctrain.plan.collectives import Group, send_s  # noqa: E402
 from hpctrain.plan.plan import make_plan  # noqa: E402
 from hpctrain.plan.schedule import make_schedule, simulate  # noqa: E402
 
-SKIPPED = 3  # first steps, which open connections and choose kernels
+SKIPPED = 5  # first steps, which open connections and choose kernels
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Case:
         return [*self.overrides, *shape, *rest, f"name={self.name.replace(' ', '_')}"]
 
 
-DECODER = ["+exp=finance_callbot_laptop", "data.synthetic_documents=600", "model.num_hidden_layers=4"]
+DECODER = ["+exp=finance_callbot_laptop", "data.synthetic_documents=160", "model.num_hidden_layers=4"]
 SMALL = ["model.hidden_size=256", "model.intermediate_size=704", "model.num_attention_heads=4"]
 LARGE = ["model.hidden_size=512", "model.intermediate_size=1408", "model.num_attention_heads=8"]
 HEADS = ["model.head_dim=64", "model.num_key_value_heads=2", "data.sequence_length=256"]
@@ -57,12 +57,12 @@ VISION = ["+exp=vision_city_laptop", "data.synthetic_identities=16", "model.imag
 
 
 def decoder(name: str, ranks: int, size: list[str], *layout: str) -> Case:
-    batch = ["optim.global_batch_size=16", "optim.num_epochs=1", "parallelism=data_parallel"]
+    batch = ["optim.global_batch_size=4", "optim.num_epochs=1", "parallelism=data_parallel"]
     return Case(name, ranks, [*DECODER, *size, *HEADS, *batch, *layout])
 
 
 def vision(name: str, ranks: int, backbone: str, *more: str) -> Case:
-    batch = ["optim.global_batch_size=32", "optim.num_epochs=2"]
+    batch = ["optim.global_batch_size=16", "optim.num_epochs=1"]
     return Case(name, ranks, [*VISION, f"model.backbone={backbone}", *batch, *more])
 
 
@@ -76,7 +76,7 @@ CASES = [
         LARGE,
         "parallelism.pp=2",
         "parallelism.dp_replicate=1",
-        "parallelism.microbatch_size=4",
+        "parallelism.microbatch_size=1",
     ),
     decoder("decoder 512 tp 2", 2, LARGE, "parallelism.tp=2", "parallelism.dp_replicate=1"),
     vision("resnet10t", 1, "resnet10t"),

@@ -14,6 +14,7 @@ from hpctrain.core.measure import Bench
 from hpctrain.plan.compute import EAGER
 
 MIB = 1024**2
+KEPT = 16  # results at a time
 TRAINING = 3  # FLOPs of forward and backward over those of forward, as the plan counts
 
 
@@ -135,14 +136,22 @@ def trained(bench: Bench, layer: Callable[[Tensor], Tensor], x: Tensor) -> Calla
     return work
 
 
+def _products_that_stay(x: Tensor) -> list[Tensor]:
+    """Results are kept, as backward needs them: memory that was just freed would still be in a cache."""
+    kept = [x]
+    for _ in range(KEPT):
+        kept.append(kept[-1] * x)
+    return kept
+
+
 def measure_memory(bench: Bench) -> None:
     """Elementwise products, which move three times their size; copies in host memory, and to it and from it;
     and an operator with nothing to do."""
     mesh, per_node = bench.mesh, bench.config.cluster.ranks_per_node
-    for size in (256 * MIB, 1024 * MIB) if bench.on_gpu else (MIB, 8 * MIB, 64 * MIB):
-        x, y = (torch.ones(size // 4, device=mesh.device) for _ in range(2))
-        bench.add("device_memory", 3 * size, lambda x=x, y=y: x * y)  # type: ignore[misc]
-    del x, y
+    for size in (64 * MIB, 256 * MIB) if bench.on_gpu else (MIB, 4 * MIB, 16 * MIB):
+        x = torch.ones(size // 4, device=mesh.device)
+        bench.add("device_memory", KEPT * 3 * size, partial(_products_that_stay, x))
+    del x
     one = torch.ones(1, device=mesh.device, requires_grad=True)
     bench.add("launch", 1, lambda: one * 2)
     size = 64 * MIB
