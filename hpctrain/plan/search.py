@@ -7,7 +7,6 @@ takes the same time and less memory; so are tensor-parallel groups over several 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 
@@ -16,59 +15,19 @@ from hpctrain.config.schema import (
     Checkpointing,
     Config,
     DecoderConfig,
-    ParallelismConfig,
-    Schedule,
-    TokenDataConfig,
     VisionConfig,
 )
-from hpctrain.plan.batch import BatchPlan, resolve_batch
-from hpctrain.plan.decoder_legality import batch_findings
 from hpctrain.plan.decoder_memory import MemoryModel, make_memory_model
 from hpctrain.plan.fit import host_findings, known_identities
-from hpctrain.plan.layout import Layout, axes_text
-from hpctrain.plan.legality import layout_findings
 from hpctrain.plan.memory import GIB, RankMemory
+from hpctrain.plan.options import Option, all_options, balanced_stages
 from hpctrain.plan.points import memory_point
-from hpctrain.plan.stages import Stages, block_worth, split_layers, stage_findings
-from hpctrain.plan.steptime import StepTime, predict_step
+from hpctrain.plan.stages import Stages, block_worth, split_layers
+from hpctrain.plan.steptime import StepTime
 from hpctrain.plan.vision_memory import replicated_memory
 
-LARGEST_MICROBATCH_TOKENS = 32_768  # products are as fast as they get long before
 NEAR = 1.4  # a cut that needs this much too much may fit when it is cut by memory
 SLOW = 1.5  # so much slower than the best it is told only in passing, and not cut by memory
-SCHEDULES = ((Schedule["1f1b"], 1), (Schedule["interleaved_1f1b"], 2), (Schedule["interleaved_1f1b"], 4))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """A layout that was looked at."""
-
-    parallelism: ParallelismConfig
-    layout: Layout
-    batch: BatchPlan
-    step: StepTime
-    memory_gib: float | None  #: of the fullest rank; None where it is not known
-    place: int = 0  #: of the fullest rank in the pipeline
-    fits: bool = True
-    refusal: str = ""  #: why it cannot be taken
-
-    def name(self) -> str:
-        return axes_text(self.layout)
-
-    def variant(self) -> str:
-        """What goes with the degrees."""
-        given = self.parallelism
-        words = [f"microbatch {self.batch.microbatch_size}"]
-        if self.layout.pp > 1:
-            stages = f" × {given.stages_per_rank}" if given.stages_per_rank > 1 else ""
-            words.append(f"{given.schedule.name}{stages}")
-        if given.checkpointing is not Checkpointing.none:
-            words.append(f"checkpointing {given.checkpointing.name}")
-        if not given.reshard_after_forward:
-            words.append("weights kept gathered")
-        if given.offload_optimizer:
-            words.append("offload")
-        return ", ".join(words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +72,7 @@ def search(
     rows: dict[tuple[int, int, int, int], list[Option]] = {}
     num_tried = 0
     for offload in (False, True):
-        for option in _options(config, hardware, offload):
+        for option in all_options(config, hardware, offload):
             layout = option.layout
             rows.setdefault((layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp), []).append(option)
             num_tried += 1
@@ -127,95 +86,6 @@ def search(
         others=tuple(ordered[1:] if has_best else ordered),
         num_tried=num_tried,
     )
-
-
-def _options(config: Config, hardware: Hardware, offload: bool) -> Iterator[Option]:
-    """Every legal combination, with its predicted step; memory is not looked at yet."""
-    for layout in _layouts(config):
-        share = config.optim.global_batch_size // layout.dp
-        for parallelism in _variants(config, layout, share, offload):
-            given = replace(config, parallelism=parallelism)
-            batch, _ = resolve_batch(config.optim.global_batch_size, parallelism.microbatch_size, layout.dp)
-            if batch is None or batch_findings(given, layout, batch):
-                continue
-            stages = _balanced_stages(given, layout)
-            step = predict_step(given, layout, batch, stages, hardware)
-            if step is not None:
-                yield Option(parallelism=parallelism, layout=layout, batch=batch, step=step, memory_gib=None)
-
-
-def _layouts(config: Config) -> Iterator[Layout]:
-    world, per_node = config.cluster.num_nodes * config.cluster.ranks_per_node, config.cluster.ranks_per_node
-    is_decoder = isinstance(config.model, DecoderConfig)
-    for tp in _divisors(per_node) if is_decoder else [1]:
-        for pp in _divisors(world // tp) if is_decoder else [1]:
-            for dp_shard in _divisors(world // tp // pp) if is_decoder else [1]:
-                layout = Layout(pp=pp, dp_replicate=world // tp // pp // dp_shard, dp_shard=dp_shard, tp=tp)
-                if config.optim.global_batch_size % layout.dp == 0:
-                    yield layout
-
-
-def _variants(config: Config, layout: Layout, share: int, offload: bool) -> Iterator[ParallelismConfig]:
-    model = config.model
-    if not isinstance(model, DecoderConfig):
-        for size in _divisors(share):
-            yield replace(_with_degrees(config.parallelism, layout), microbatch_size=size)
-        return
-    assert isinstance(config.data, TokenDataConfig)
-    most = max(1, LARGEST_MICROBATCH_TOKENS // config.data.sequence_length)
-    sizes = [size for size in _divisors(share) if size & (size - 1) == 0 and size <= most]
-    together = layout.tp > 1 and config.data.sequence_length % layout.tp == 0
-    for schedule, per_rank in SCHEDULES if layout.pp > 1 else SCHEDULES[:1]:
-        base = replace(
-            _with_degrees(config.parallelism, layout),
-            schedule=schedule,
-            stages_per_rank=per_rank,
-            layers_per_stage=None,
-            sequence_parallel=together,
-            offload_optimizer=offload,
-        )
-        given = replace(config, parallelism=base)
-        if stage_findings(model, base, layout.pp) or layout_findings(given, layout):
-            continue
-        for size in sizes:
-            for checkpointing in Checkpointing:
-                for reshard in (True, False) if layout.dp_shard > 1 else (True,):
-                    yield replace(
-                        base, microbatch_size=size, checkpointing=checkpointing, reshard_after_forward=reshard
-                    )
-
-
-def _with_degrees(parallelism: ParallelismConfig, layout: Layout) -> ParallelismConfig:
-    return replace(
-        parallelism,
-        auto=False,
-        pp=layout.pp,
-        dp_replicate=layout.dp_replicate,
-        dp_shard=layout.dp_shard,
-        tp=layout.tp,
-    )
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
-
-
-def _balanced_stages(config: Config, layout: Layout) -> Stages:
-    """Stages of equal time, as nearly as whole blocks allow, with fewer blocks where the head is."""
-    model = config.model
-    if not isinstance(model, DecoderConfig):
-        return ()
-    num_stages = layout.pp * config.parallelism.stages_per_rank
-    head = block_worth(config, model)
-    last = max(1, min(model.num_hidden_layers, round((model.num_hidden_layers + head) / num_stages - head)))
-    if num_stages == 1:
-        return ((0, model.num_hidden_layers),)
-    rest, others = model.num_hidden_layers - last, num_stages - 1
-    small, more = divmod(rest, others)
-    if small == 0:
-        small, more, last = 1, 0, model.num_hidden_layers - others
-    counts = [small] * (others - more) + [small + 1] * more + [last]
-    return tuple((layers.start, layers.stop) for layers in split_layers(counts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +163,7 @@ def _fullest(
     # In flight is never more than what a short schedule has.
     short = min(option.batch.num_microbatches, 2 * layout.pp * config.parallelism.stages_per_rank)
     memory_model = make_memory_model(config, model, layout, replace(option.batch, num_microbatches=short))
-    place, needed = _fullest_place(memory_model, _balanced_stages(config, layout))
+    place, needed = _fullest_place(memory_model, balanced_stages(config, layout))
     usable = None if limits.usable_gib is None else int(limits.usable_gib * GIB)
     if usable is None or not by_memory or not usable < needed.total < NEAR * usable:
         return place, needed

@@ -10,13 +10,14 @@ from hpctrain.config.schema import Config
 from hpctrain.plan.forecast import Forecast, duration_text, make_forecast
 from hpctrain.plan.layout import axes_text
 from hpctrain.plan.plan import RunPlan
-from hpctrain.plan.search import Found, Option
+from hpctrain.plan.options import Option
+from hpctrain.plan.search import Found
 from hpctrain.plan.sizing import Size, fewest_nodes
 from hpctrain.plan.supply import Workload
 from hpctrain.plan.uncertainty import Influence
 from hpctrain.report.curve import draw_curve, known_times
 from hpctrain.report.markup import UNKNOWN, Child, legend, picture, rectangle, section, table, tag
-from hpctrain.report.words import CAUSES, numbers_text, seconds_text, span_text, unit_of
+from hpctrain.report.words import CAUSES, count_text, numbers_text, seconds_text, span_text, unit_of
 
 SHOWN_LAYOUTS = 16  # the others are folded away
 
@@ -29,7 +30,7 @@ def size_section(sizes: Sequence[Size], deadline_s: float | None, own_nodes: int
     told = "; ".join(f"{nodes} nodes: {span_text(time)}" for nodes, time in known)
     refused = [size for size in sizes if size.plan is None]
     rows = [_size_row(size, deadline_s) for size in sizes if size.forecast is not None]
-    columns = ["nodes", "layout", "time", "cost", ""]
+    columns = ["nodes", "layout", "time", "cost", "in time"]
     entries = [("curve-swatch", "expected"), ("band-swatch", "likely range"), ("own-swatch", "this run")]
     if refused:
         entries.append(("refused-swatch", "× refused"))
@@ -49,7 +50,7 @@ def size_section(sizes: Sequence[Size], deadline_s: float | None, own_nodes: int
         table("the run on so many nodes", columns, rows),
         tag(
             "p",
-            f"Refused on {numbers_text([size.num_nodes for size in refused])} nodes; on "
+            f"Refused numbers of nodes: {numbers_text([size.num_nodes for size in refused])}. On "
             f"{refused[0].num_nodes}: {refused[0].refusal}.",
         )
         if refused
@@ -65,9 +66,9 @@ def _size_row(size: Size, deadline_s: float | None) -> list[Child]:
     if total is None:
         return [str(size.num_nodes), size.layout_text(), UNKNOWN, cost, ""]
     if deadline_s is not None:
-        verdict = "✗ too late"
+        verdict = "✗ no"
         if total.mid <= deadline_s:
-            verdict = "✓ in time" if total.high <= deadline_s else "✓ probably in time"
+            verdict = "✓ yes" if total.high <= deadline_s else "✓ probably"
     return [str(size.num_nodes), size.layout_text(), span_text(total), cost, verdict]
 
 
@@ -76,10 +77,10 @@ def _needed_text(sizes: Sequence[Size], deadline_s: float) -> str:
     probably, surely = fewest_nodes(sizes, deadline_s), fewest_nodes(sizes, deadline_s, surely=True)
     if probably is None:
         return f"No number of nodes up to {sizes[-1].num_nodes} (plan.max_nodes) meets {wanted}."
+    fewest = f"The fewest that meet {wanted}: {count_text(probably, 'node')}"
     if surely == probably:
-        return f"{probably} nodes meet {wanted}, at worst too."
-    sure = f"{surely} meet it at worst too" if surely else "none of these numbers meets it at worst"
-    return f"{probably} nodes probably meet {wanted}; {sure}."
+        return f"{fewest}, at worst too."
+    return f"{fewest} probably, {surely if surely else 'none of these numbers'} at worst too."
 
 
 def layout_section(plan: RunPlan | None, found: Found | None) -> ET.Element | None:

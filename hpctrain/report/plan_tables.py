@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from hpctrain.plan.forecast import duration_text, span_text
 from hpctrain.plan.memory import GIB, fullest
-from hpctrain.plan.search import Found, Option
+from hpctrain.plan.options import Option
+from hpctrain.plan.search import Found
 from hpctrain.plan.sizing import Size, fewest_nodes
 
 if TYPE_CHECKING:
