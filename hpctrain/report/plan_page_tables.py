@@ -9,8 +9,8 @@ from hpctrain.config.hardware import FIGURES, Figure, Hardware
 from hpctrain.config.schema import Config
 from hpctrain.plan.forecast import Forecast, duration_text, make_forecast
 from hpctrain.plan.layout import axes_text
-from hpctrain.plan.plan import RunPlan
 from hpctrain.plan.options import Option
+from hpctrain.plan.plan import RunPlan
 from hpctrain.plan.search import Found
 from hpctrain.plan.sizing import Size, fewest_nodes
 from hpctrain.plan.supply import Workload
