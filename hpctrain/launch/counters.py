@@ -92,8 +92,7 @@ def is_of_card(counter: str) -> bool:
 
 def is_loss(counter: str) -> bool:
     """Whether a counter counts packets that did not arrive; TCP's own repeats are told apart."""
-    name = counter.rpartition("/")[2]
-    return bool(_LOST.search(name)) and not re.search(r"pause|ecn_mark", name, re.IGNORECASE)
+    return bool(_LOST.search(counter.rpartition("/")[2]))
 
 
 def is_pause(counter: str) -> bool:

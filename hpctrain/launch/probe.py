@@ -89,9 +89,10 @@ def _write(path: Path, data: bytes) -> float:
 def try_gpus() -> tuple[Facts, list[Any]]:
     """Products on all GPUs, and what nvidia-smi says while they are at it: an idle link slows down."""
     command = [sys.executable, "-m", "hpctrain.launch.matmul"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    # Without a buffer of ours, so that readline takes no more than its line from the pipe.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as child:
         assert child.stdout is not None
-        is_busy = child.stdout.readline().strip() == "busy"
+        is_busy = child.stdout.readline().strip() == b"busy"
         time.sleep(BUSY_AFTER_S if is_busy else 0.0)
         busy = gpus.query_gpus()[0] if is_busy else []
         try:
@@ -101,7 +102,7 @@ def try_gpus() -> tuple[Facts, list[Any]]:
             return {"error": f"no answer within {MATMUL_S:g} s", "gpus": []}, busy
     last = out.strip().splitlines()[-1:] if child.returncode == 0 else []
     if not last or not is_busy:
-        lines = err.strip().splitlines()
+        lines = err.decode(errors="replace").strip().splitlines()
         return {"error": lines[-1] if lines else "torch finds no GPU", "gpus": []}, busy
     return {"error": None, "gpus": json.loads(last[0])}, busy
 

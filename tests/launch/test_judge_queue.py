@@ -26,6 +26,7 @@ ASKED = ClusterConfig(
 def test_resources_are_read_with_memory_in_gib() -> None:
     assert parse_tres("cpu=32,mem=2048M,gres/gpu=8") == {"cpu": 32, "mem": 2, "gres/gpu": 8}
     assert parse_tres("mem=1T,node=4") == {"mem": 1024, "node": 4}
+    assert parse_tres("mem=2048")["mem"] == 2  # Slurm counts memory in MiB
 
 
 def test_weights_of_memory_are_by_mib_unless_a_unit_says_otherwise() -> None:

@@ -103,6 +103,7 @@ def test_shares_skip_accounts_and_read_the_users_factor() -> None:
         "root|||0.000000|900|1.000000|\n"
         " vision||10|0.500000|800|0.888889|\n"
         "  vision|an|1|0.250000|700|0.875000|0.125000\n"
+        "  vision|binh|3|0.750000|100|0.125000|0.900000\n"
     )
     (share,) = parse_shares(text, "an")
     assert (share.account, share.fair_share, share.effective_usage) == ("vision", 0.125, 0.875)
