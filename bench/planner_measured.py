@@ -163,7 +163,8 @@ def measure(case: Case, folder: Path, index: int, into: Times) -> None:
     (point,) = compose(arguments)
     forecast = make_plan(point.resolve()).forecast
     assert forecast is not None
-    into.planned.append((forecast.step_s.low, forecast.step_s.mid, forecast.step_s.high))
+    step, waiting = forecast.step_s, forecast.parts["data"]
+    into.planned.append((step.low - waiting, step.mid - waiting, step.high - waiting))
     run(*arguments)
     path = folder / f"round{index}" / case.name.replace(" ", "_") / "metrics.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]

@@ -133,7 +133,8 @@ def step_parts(
     supply = data_supply(config.cluster, config.data, workload, hardware) if workload else None
     waiting = 0.0
     if supply is not None and supply.rate is not None:
-        waiting = max(0.0, batch.global_batch_size / supply.rate - step.seconds)
+        hidden = step.seconds if config.data.num_workers else 0.0
+        waiting = max(0.0, batch.global_batch_size / supply.rate - hidden)
     return {**step.parts, "data": waiting}
 
 

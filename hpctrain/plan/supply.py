@@ -49,12 +49,13 @@ def data_supply(
 ) -> Supply | None:
     """What the nodes can read and decode; None without figures.
 
-    Workers that are more than the cores beside the training loops share them. The order of samples is drawn
+    Workers that are more than the cores beside the training loops share them; without workers each training
+    loop decodes. The order of samples is drawn
     anew every epoch, so a node's cache holds a sample with the share of the data that fits into half of its
     memory.
     """
     nodes, per_node = cluster.num_nodes, cluster.ranks_per_node
-    workers = min(data.num_workers, max(1, cluster.cpus_per_rank - 1)) * per_node * nodes
+    workers = max(1, min(data.num_workers, cluster.cpus_per_rank - 1)) * per_node * nodes
     decode = storage = None
     if isinstance(data, ImageDataConfig) and "decode_ms" in hardware:
         seconds = hardware["decode_ms"] + workload.megapixels * hardware["decode_ms_per_megapixel"]

@@ -54,6 +54,11 @@ def test_more_workers_than_cores_share_them() -> None:
     assert many is not None and many.num_workers == 224
 
 
+def test_without_workers_each_training_loop_decodes() -> None:
+    supply = data_supply(CLUSTER, replace(LOADER, num_workers=0), camera(2.07, 0.3e6), CARD)
+    assert supply is not None and supply.decode == pytest.approx(32 * 122, rel=0.1)
+
+
 def test_tokens_are_not_decoded() -> None:
     tokens = TokenDataConfig(root="", sequence_length=4096)
     supply = data_supply(CLUSTER, tokens, Workload(num_samples=100_000_000, sample_bytes=16_384), CARD)
