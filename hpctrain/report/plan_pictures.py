@@ -80,7 +80,7 @@ def _memory_bar(place: int, memory: RankMemory, plan: RunPlan) -> Bar:
         pieces.append(Piece(class_=kind, value=size / GIB, text=text, count=size))
     blocks = sum(end - first for first, end in plan.stages[place :: plan.layout.pp])
     name = f"pp {place} ({blocks} blocks)" if plan.layout.pp > 1 else "each rank"
-    return Bar(name=name, pieces=tuple(pieces), note=gib_text(memory.total))
+    return Bar(name=name, pieces=tuple(pieces), note=f"{memory.total / GIB:.3g}")
 
 
 def supply_section(plan: RunPlan) -> ET.Element | None:
@@ -138,7 +138,7 @@ def comparison_section(plan: RunPlan | None, named: Sequence[tuple[str, Size]]) 
         ),
     ]
     rows = [_named_row(name, size) for name, size in named]
-    columns = ["parallelism", "layout", "memory, GiB", "a step", "run", ""]
+    columns = ["parallelism", "layout", "memory, GiB", "a step", "run", "why refused"]
     return section(
         "Layouts side by side",
         *(pictured if bars else []),

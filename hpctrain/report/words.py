@@ -25,7 +25,7 @@ def seconds_text(seconds: float) -> str:
     """`325 ms`, `14.7 s`, `1,010 s`."""
     if 0 < seconds < 1e-3:
         return f"{seconds * 1e6:.3g} µs"
-    if seconds < 0.9995:
+    if 0 < seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
 
