@@ -165,6 +165,10 @@ def test_bars_are_as_long_as_their_bytes_and_the_limit_is_where_memory_ends() ->
     # The page writes hundredths of a pixel.
     wide = [px for px, piece in zip(px_per_gib, pieces, strict=True) if float(piece.get("width", 0)) > 5]
     assert max(wide) - min(wide) < 0.01 / 5 * max(wide)
+    for bar in svg.findall(".//g[@data-bar]"):
+        row = [(float(p.get("x", 0)), float(p.get("width", 0))) for p in bar.iter("rect")]
+        ends = [x + width for x, width in row]
+        assert [x for x, _ in row[1:]] == pytest.approx(ends[:-1], abs=0.02)  # end to end
     (limit,) = of_class(svg, "limit")
     left = min(float(piece.get("x", 0)) for piece in pieces)
     assert float(limit.get("x1", 0)) - left == pytest.approx(plan.usable_gib * wide[0], rel=0.002)
@@ -188,6 +192,11 @@ def test_passes_of_the_timeline_are_as_long_as_predicted() -> None:
     links = runs(lanes[0], "link")[0]
     scale = (second[0] - first[0]) / (step.forward_s[0] + step.send_s)  # stage 1 begins with what 0 sends
     assert (links[1] - first[0]) / scale == pytest.approx(step.forward_s[0], abs=0.2 / scale)
+    for name, factor in (("node2_gbps", 1e9), ("node_latency_us", 1e-9)):  # pairs of tp are in a node
+        hardware = hardware.with_value(name, hardware[name] * factor)
+    free = predict_step(config, plan.layout, plan.batch, plan.stages, hardware, exact=True)
+    assert free is not None and free.forward_s[0] < step.forward_s[0]
+    assert (first[1] - first[0]) / scale == pytest.approx(free.forward_s[0], abs=0.2 / scale)
     backward = runs(lanes[0], "backward")[0][0]
     last = runs(lanes[0], "link")
     end = next(end for begin, end in last if begin > backward)
