@@ -57,7 +57,8 @@ def test_a_calibration_writes_the_figures_that_plans_read(calibrated: tuple[Path
     hardware = find_hardware("cpu")
     assert code == 0
     assert (folder / ".config/hpctrain/cluster/hardware/cpu.yaml").is_file()
-    assert {figure.kind for figure in hardware.figures.values()} == {"measured"}
+    others = {name for name, figure in hardware.figures.items() if figure.kind != "measured"}
+    assert others == {"requeue_s"}  # the shipped file's only figure
     wanted = {"fp32_tflops", "matmul_efficiency", "attention_efficiency", "convnet_efficiency"}
     wanted |= {"transformer_efficiency", "launch_us", "memory_gbps", "host_memory_gbps", "node2_gbps"}
     wanted |= {"send_gbps", "overlap", "storage_gbps", "write_gbps", "decode_ms_per_megapixel"}
