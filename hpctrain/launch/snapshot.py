@@ -11,7 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("hpctrain", "hydra_plugins")
+# A wheel has its conf/ inside hpctrain/. Ranks read no config, but the figures of the hardware.
+PACKAGES = ("hpctrain", "hydra_plugins", "conf/cluster/hardware")
 VERSIONS = ("torch", "torchvision", "timm", "hydra-core", "omegaconf", "submitit", "numpy")
 
 
@@ -25,7 +26,7 @@ def _files(root: Path) -> list[Path]:
         p
         for package in PACKAGES
         for p in (root / package).rglob("*")
-        if p.suffix in (".py", ".yaml", ".json")
+        if p.suffix in (".py", ".yaml", ".json", ".css")
     )
 
 

@@ -56,6 +56,17 @@ def test_frozen_code_is_complete(checkout: Path, tmp_path: Path) -> None:
     assert code_digest(frozen) == frozen.name
 
 
+def test_frozen_code_knows_the_hardware(tmp_path: Path) -> None:
+    """Ranks plan too, in a check of the cluster, with nothing but the frozen code."""
+    frozen = freeze_code(tmp_path / "code")
+    ask = "from hpctrain.config import hardware as h; print(h.__file__, h.find_hardware('rtx4090').name)"
+    env = {"PYTHONPATH": str(frozen), "HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        [sys.executable, "-c", ask], env=env, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [str(frozen / "hpctrain" / "config" / "hardware.py"), "rtx4090"]
+
+
 def test_edits_after_freezing_change_nothing(checkout: Path, tmp_path: Path) -> None:
     frozen = freeze_code(tmp_path / "code")
     (checkout / "hpctrain" / "errors.py").write_text("raise SystemExit('edited')\n")
