@@ -1,7 +1,7 @@
 """Pretending: ranks that are not there, a model without data, and a GPU's rules on the CPU.
 
 Fakes of CUDA tensors fail in backward where there is no GPU, so fakes lie on the CPU. What autocast keeps in
-fp32 differs between the two: here the CPU follows the GPU's list.
+fp32 differs between the two, and what norms keep: here the CPU follows the GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._device import DeviceContext
@@ -46,6 +47,35 @@ class CudaAutocast(TorchFunctionMode):
         if func in _IN_FP32 and torch.is_autocast_enabled("cpu"):
             args = tuple(_widen(argument) for argument in args)
         return func(*args, **(kwargs or {}))
+
+
+class CudaNorms(TorchFunctionMode):
+    """RMS norms keep what the kernel of a GPU keeps: their input, and a number a row. On the CPU torch puts
+    them together from operators that keep two results in fp32 as well."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.rms_norm:
+            return func(*args, **(kwargs or {}))
+        x, weight = args[0], args[2] if len(args) > 2 else (kwargs or {})["weight"]
+        if not isinstance(x, DTensor):
+            return _FusedNorm.apply(x, weight)
+        shares = [Partial() if placement.is_shard() else Replicate() for placement in x.placements]
+        y = _FusedNorm.apply(x.to_local(), weight.to_local(grad_placements=shares))
+        return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False)
+
+
+class _FusedNorm(torch.autograd.Function):
+    """The shapes of torch's `_fused_rms_norm` and its gradient; on fakes there is nothing to compute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
 
 
 class OnMeta(DeviceContext):

@@ -2,8 +2,7 @@
 
 Tensors are torch's fakes, which have shapes and no data, and the process group answers at once, so a stage of
 a 32B model takes seconds on a login node. Counted are the bytes of what is alive, storage by storage: not the
-allocator's rounding, nor what the driver and NCCL take. The kernels are the CPU's, whose RMS norm takes more
-than a GPU's.
+allocator's rounding, nor what the driver and NCCL take.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from hpctrain.config.schema import Config, Precision, TokenDataConfig
 from hpctrain.core.hybrid import Hybrid
 from hpctrain.core.loss_scale import LossScale
 from hpctrain.core.optim import build_optimizer
-from hpctrain.core.pretend import pretended_ranks
+from hpctrain.core.pretend import CudaNorms, pretended_ranks
 from hpctrain.core.step import TrainStep
 from hpctrain.core.trace_replicated import trace_replicated
 from hpctrain.core.tracker import Trace, Tracker, Traffic
@@ -90,7 +89,7 @@ def _trace_steps(
     axes: dict[str, str] = {hybrid.axes.get_group(axis).group_name: axis for axis in AXES}
     axes[dist.distributed_c10d._get_default_group().group_name] = "world"
     calls = []
-    with fakes:
+    with fakes, CudaNorms():
         step = _build_step(hybrid, config)
         # The first step makes optimizer states, and DTensor works with whole tensors to learn shapes.
         _run_step(step, hybrid, config, hybrid.pp if config.parallelism.stages_per_rank > 1 else 1)

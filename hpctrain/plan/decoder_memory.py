@@ -14,6 +14,7 @@ from hpctrain.config.schema import (
     Checkpointing,
     Config,
     DecoderConfig,
+    ParallelismConfig,
     Precision,
     TokenDataConfig,
 )
@@ -122,10 +123,12 @@ def most_in_flight(actions: Actions, kept: dict[int, int]) -> int:
     return most
 
 
-Moment = tuple[int, int]  # working and gathered bytes
+Moment = tuple[int, int, int]  # working and gathered bytes, and those of activations that are gone by then
 
 
-def block_moments(shape: Shape, checkpointing: Checkpointing, weights: int, before: int) -> list[Moment]:
+def block_moments(
+    shape: Shape, checkpointing: Checkpointing, weights: int, before: int, gone: int
+) -> list[Moment]:
     """The backward of a block, in its MLP and at its end.
 
     In the MLP all that was computed again is there, and the first matrix's gradient; at the end what the MLP
@@ -134,17 +137,18 @@ def block_moments(shape: Shape, checkpointing: Checkpointing, weights: int, befo
     Args:
         weights: what is gathered, bytes.
         before: parameters of the unit before, whose gradients' reduction holds its fp32 input until now.
+        gone: what that unit kept of the microbatch.
     """
     again = 0 if checkpointing is Checkpointing.none else saved_bytes(shape)
-    rest = max(0, again - 4 * shape.intermediate)
+    rest, mlp = max(0, again - 4 * shape.intermediate), 0 if again else 4 * shape.intermediate
     mask = shape.element * shape.masks
     first = shape.element * shape.model.hidden_size * shape.model.intermediate_size // shape.tp
     whole, reduced = shape.element * shape.block, FP32 * before
     if shape.model.lora.rank:
         first = whole = reduced = 0
     return [
-        (again + mask + 3 * shape.intermediate + shape.whole_hidden, weights + reduced + first),
-        (rest + mask + 4 * shape.heads + shape.whole_hidden, weights + reduced + whole),
+        (again + mask + 3 * shape.intermediate + shape.whole_hidden, weights + reduced + first, gone),
+        (rest + mask + 4 * shape.heads + shape.whole_hidden, weights + reduced + whole, gone + mlp),
     ]
 
 
@@ -155,7 +159,7 @@ def kept_logits(shape: Shape) -> int:
     return FP32 * shape.tokens * -(-shape.model.vocab_size // shape.tp)
 
 
-def head_moment(shape: Shape) -> Moment:
+def head_moment(shape: Shape) -> tuple[int, int]:
     """The gradient of the head: a chunk's logits in fp32, unless all are kept, and their gradient; that of
     the matrix, summed in fp32 over chunks, and a chunk's part."""
     chunk = shape.model.loss_chunk_tokens
@@ -168,41 +172,46 @@ def head_moment(shape: Shape) -> Moment:
 
 
 def worst_moment(
-    shape: Shape, checkpointing: Checkpointing, reshard: bool, first: bool, last: bool
+    shape: Shape, parallelism: ParallelismConfig, first: bool, last: bool, blocks: int, one: int
 ) -> Moment:
     """Working and gathered bytes of a rank when they are most.
 
     Embedding and head are gathered like a block, in turn. A tied matrix stays gathered for the whole step,
     and the gradient of the head's use of it waits for that of the embedding's.
+
+    Args:
+        blocks: of the rank.
+        one: what a microbatch keeps on the first stage: gone when the embedding gets its gradient.
     """
-    model = shape.model
+    model, checkpointing = shape.model, parallelism.checkpointing
+    reshard = parallelism.reshard_after_forward
     tied, trains = model.tie_word_embeddings, not model.lora.rank
     table = 0 if tied or not reshard else shape.element * shape.table
     block = shape.element * shape.block if reshard else 0
     early = shape.dp_shard > 1  # FSDP2 fetches the next unit's weights early where they cross the network
-    moments = block_moments(
-        shape,
-        checkpointing,
-        weights=block + early * max(block, table * first),
-        before=max(shape.block, shape.table * (last and not tied)),
-    )
+    weights, logits = block + early * max(block, table * first), kept_logits(shape) * last
+    head = shape.table * (last and not tied)
+    moments = block_moments(shape, checkpointing, weights, before=head, gone=logits)
+    if blocks > 1:
+        done = logits + kept_bytes(shape, checkpointing)
+        moments += block_moments(shape, checkpointing, weights, before=shape.block, gone=done)
     stays = shape.element * shape.table * (2 if last and trains else 1) if tied and (first or last) else 0
-    moments = [(working, gathered + stays) for working, gathered in moments]
+    moments = [(working, gathered + stays, gone) for working, gathered, gone in moments]
     if last:
         working, gathered = head_moment(shape)
-        moments.append((working, gathered + max(stays, table + early * block)))
+        moments.append((working, gathered + max(stays, table + early * block), 0))
     if first or last:
-        moments += table_moments(shape, table, first)
-    return max(moments, key=sum)
+        moments += table_moments(shape, table, first, gone=0 if last and not tied else one, one=one)
+    return max(moments, key=lambda moment: moment[0] + moment[1] - moment[2])
 
 
-def table_moments(shape: Shape, weights: int, has_embedding: bool) -> list[Moment]:
+def table_moments(shape: Shape, weights: int, has_embedding: bool, gone: int, one: int) -> list[Moment]:
     """The gradient of the embedding, and the reduction of a table's gradient: input and output in fp32."""
     if shape.model.lora.rank:
-        return [(0, weights)]
+        return [(0, weights, 0)]
     reduction = FP32 * shape.table + FP32 * shape.table // shape.dp_shard
     gradient = weights + shape.element * shape.table + FP32 * shape.block
-    return [(0, reduction), (2 * shape.whole_hidden, gradient * has_embedding)]
+    return [(0, reduction, gone), (2 * shape.whole_hidden, gradient * has_embedding, one)]
 
 
 @dataclass(frozen=True)
@@ -228,16 +237,14 @@ class MemoryModel:
         trained = blocks * adapter_parameters(self.model) // shards if self.model.lora.rank else held
         # Gradients in use and received early, activations received early.
         travelling = (2 * (not last) + (not first)) * shape.hidden
-        working, gathered = worst_moment(
-            shape, parallelism.checkpointing, parallelism.reshard_after_forward, first, last
-        )
+        block = kept_bytes(shape, parallelism.checkpointing)
+        kept = {stage: count * block + shared_bytes(shape) for stage, count in layers.items()}
+        working, gathered, gone = worst_moment(shape, parallelism, first, last, blocks, one=kept[min(kept)])
         if not parallelism.reshard_after_forward:
             tables = 0 if self.model.tie_word_embeddings else first + last
             gathered += shape.element * (blocks * shape.block + tables * shape.table)
         if self.layout.dp_replicate > 1:  # FSDP2 keeps what was reduced across replicas until backward ends
             gathered += FP32 * trained
-        block = kept_bytes(shape, parallelism.checkpointing)
-        kept = {stage: count * block + shared_bytes(shape) for stage, count in layers.items()}
         if last:
             kept[max(kept)] += kept_logits(shape)
         weights = FP32 * trained + shape.element * (held - trained)
@@ -248,7 +255,7 @@ class MemoryModel:
             weights=weights,
             gradients=gradients,
             optimizer=optimizer,
-            activations=most_in_flight(self.schedule[pp_rank], kept),
+            activations=most_in_flight(self.schedule[pp_rank], kept) - gone,
             working=working + travelling,
             gathered=gathered,
             host=sum(states) * offloads,

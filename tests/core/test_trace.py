@@ -55,9 +55,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "layout_32b.md"
 
 
 def test_the_32b_model_on_32_cards_stays_below_22_gib() -> None:
-    """First, fullest middle and last stage of finance_callbot. The closed form adds maxima that do not meet
-    (on the first stage the last microbatch's activations and the reduction of the embedding's gradient), and
-    the CPU's norms keep two fp32 tensors, 40 MiB each, where a GPU's keep none."""
+    """First, fullest middle and last stage of finance_callbot. The closed form adds maxima that do not meet,
+    and outputs that are on their way to the next stage."""
     (point,) = cli.compose(["+exp=finance_callbot", "data.root=calls"])
     config = point.resolve()
     plan = make_plan(config)
