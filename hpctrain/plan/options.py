@@ -57,7 +57,9 @@ class Option:
         return ", ".join(words)
 
 
-def all_options(config: Config, hardware: Hardware, offload: bool) -> Iterator[Option]:
+def all_options(
+    config: Config, hardware: Hardware, num_identities: int | None, *, offload: bool
+) -> Iterator[Option]:
     """Every legal combination, with its predicted step; memory is not looked at yet."""
     for layout in _layouts(config):
         share = config.optim.global_batch_size // layout.dp
@@ -67,7 +69,7 @@ def all_options(config: Config, hardware: Hardware, offload: bool) -> Iterator[O
             if batch is None or batch_findings(given, layout, batch):
                 continue
             stages = balanced_stages(given, layout)
-            step = predict_step(given, layout, batch, stages, hardware)
+            step = predict_step(given, layout, batch, stages, hardware, num_identities=num_identities)
             if step is not None:
                 yield Option(parallelism=parallelism, layout=layout, batch=batch, step=step, memory_gib=None)
 

@@ -72,7 +72,7 @@ def search(
     rows: dict[tuple[int, int, int, int], list[Option]] = {}
     num_tried = 0
     for offload in (False, True):
-        for option in all_options(config, hardware, offload):
+        for option in all_options(config, hardware, limits.num_identities, offload=offload):
             layout = option.layout
             rows.setdefault((layout.pp, layout.dp_replicate, layout.dp_shard, layout.tp), []).append(option)
             num_tried += 1
