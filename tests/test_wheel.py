@@ -49,6 +49,7 @@ def test_wheel_holds_package_plugin_and_configs_and_no_tests(wheel: Path) -> Non
     names = set(zipfile.ZipFile(wheel).namelist())
     for path in (ROOT / "conf").rglob("*.yaml"):
         assert f"hpctrain/conf/{path.relative_to(ROOT / 'conf').as_posix()}" in names
+    assert "hpctrain/plan/backbones.json" in names
     for package in ("hpctrain", "hydra_plugins"):
         for path in (ROOT / package).rglob("*.py"):
             assert path.relative_to(ROOT).as_posix() in names

@@ -124,6 +124,12 @@ LONG = [
     Case("dp_shard 8, checkpointing full", {"dp_shard": 8, "checkpointing": FULL}),
     Case("dp_shard 4, checkpointing selective", {"dp_shard": 4, "checkpointing": SELECTIVE}),
     Case("dp_shard 8, weights kept gathered", {"dp_shard": 8, "reshard_after_forward": False}),
+    Case("tp 4, sequence parallel", {"tp": 4, "sequence_parallel": True}),
+    Case(
+        "pp 2 × dp_shard 2 × tp 2",
+        {"pp": 2, "dp_shard": 2, "tp": 2, "sequence_parallel": True, "checkpointing": FULL},
+    ),
+    Case("pp 2, tied", {"pp": 2}, {"tie_word_embeddings": True}),
     Case("pp 2, interleaved", {"pp": 2, "schedule": Schedule["interleaved_1f1b"], "stages_per_rank": 2}),
     vision("Swin-T", 32, 224, model={"backbone": "swin_tiny_patch4_window7_224"}),
     vision("ConvNeXt-B, 200,000 identities", 128, 224, 200_000, model={"backbone": "convnext_base"}),
