@@ -19,7 +19,7 @@ from hpctrain.errors import ConfigError
 @pytest.mark.parametrize("name", [name for name in known_hardware() if name != "cpu"])
 def test_every_gpu_has_every_figure_with_a_source(name: str) -> None:
     hardware = find_hardware(name)
-    assert set(hardware.figures) == set(FIGURES)
+    assert set(FIGURES) - set(hardware.figures) <= {"fp16_accumulation_efficiency"}  # else as with fp32 sums
     assert all(len(figure.source) > 3 for figure in hardware.figures.values())
 
 
