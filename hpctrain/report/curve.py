@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree as ET
 
-from hpctrain.plan.forecast import DAY_S, duration_text
+from hpctrain.plan.forecast import DAY_S
 from hpctrain.plan.sizing import Size
 from hpctrain.plan.uncertainty import Interval
 from hpctrain.report.markup import Drawing, label, line, tag, text_px, ticks
@@ -83,12 +83,6 @@ def draw_curve(width: float, sizes: Sequence[Size], deadline_s: float | None, ow
     if deadline_s is not None:
         y = plane.y(deadline_s)
         shapes.append(line(plane.left, y, plane.right, y, "limit"))
-        text = f"deadline {duration_text(deadline_s)}"
-        above = y - 6 if y - 18 > plane.top else y + 15
-        first, last = (abs(plane.y(known[index][1].mid) - y) for index in (0, -1))
-        # Where the curve is further away.
-        x, anchor = (plane.left + 4, "start") if first > last else (plane.right - 2, "end")
-        shapes.append(label(x, above, text, anchor, "limit-text"))
     return height, shapes
 
 

@@ -32,6 +32,8 @@ def size_section(sizes: Sequence[Size], deadline_s: float | None, own_nodes: int
     rows = [_size_row(size, deadline_s) for size in sizes if size.forecast is not None]
     columns = ["nodes", "layout", "time", "cost", "in time"]
     entries = [("curve-swatch", "expected"), ("band-swatch", "likely range"), ("own-swatch", "this run")]
+    if deadline_s is not None:
+        entries.append(("limit-swatch", f"deadline {duration_text(deadline_s)}"))
     if refused:
         entries.append(("refused-swatch", "× refused"))
     pictured = [

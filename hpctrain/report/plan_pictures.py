@@ -69,6 +69,10 @@ def _host_text(memory: Sequence[RankMemory]) -> str | None:
     return f" In the node's memory it has up to {gib_text(most)} more." if most else None
 
 
+def _gib_number(size: int) -> str:
+    return f"{size / GIB:.1f}" if size > GIB else f"{size / GIB:.2g}"
+
+
 def _sizes(memory: RankMemory) -> list[int]:
     return [getattr(memory, kind) for kind in KINDS]
 
@@ -80,7 +84,7 @@ def _memory_bar(place: int, memory: RankMemory, plan: RunPlan) -> Bar:
         pieces.append(Piece(class_=kind, value=size / GIB, text=text, count=size))
     blocks = sum(end - first for first, end in plan.stages[place :: plan.layout.pp])
     name = f"pp {place} ({blocks} blocks)" if plan.layout.pp > 1 else "each rank"
-    return Bar(name=name, pieces=tuple(pieces), note=f"{memory.total / GIB:.3g}")
+    return Bar(name=name, pieces=tuple(pieces), note=_gib_number(memory.total))
 
 
 def supply_section(plan: RunPlan) -> ET.Element | None:

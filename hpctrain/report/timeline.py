@@ -20,6 +20,7 @@ from hpctrain.report.words import seconds_text
 BANDWIDTHS = ("root_gbps", "node2_gbps", "node4_gbps", "node8_gbps", "network_gbps", "send_gbps")
 LATENCIES = ("node_latency_us", "network_latency_us")
 AT_ONCE = 600  # passes that one picture shows; of a longer step it shows the beginning and the end
+SMALL = 10 / 12  # size of the microbatches' numbers, beside other text
 MOST_ROWS = 24  # places; of more every second, third … is shown
 
 Span = tuple[float, float]
@@ -157,6 +158,7 @@ def _lane(axis: _Axis, shown: PipelineStep, place: int, y: float, thick: float) 
     """A place: its lane is idle where nothing is drawn on it."""
     paths: dict[str, list[str]] = {}
     numbers = []
+    number_px = SMALL * text_px(str(shown.num_microbatches - 1)) + 1
     for action, begin, end in shown.timeline.spans[place]:
         if end <= axis.begin or begin >= axis.end:
             continue
@@ -166,9 +168,9 @@ def _lane(axis: _Axis, shown: PipelineStep, place: int, y: float, thick: float) 
         waits = axis.x(end - shown.link_s(action))
         _add(paths, f"{kind}{odd}", x, waits, y, thick)
         _add(paths, "link", waits, after, y, thick)
-        if after - x >= text_px(str(shown.num_microbatches - 1)) + 2:
-            number = str(action.microbatch)
-            numbers.append(label((x + after) / 2, y + thick / 2 + 4, number, "middle", "in-bar"))
+        if waits - x >= number_px:
+            middle = (x + waits) / 2
+            numbers.append(label(middle, y + thick / 2 + 4, str(action.microbatch), "middle", "in-bar"))
         # A thin line keeps neighbours apart.
         paths.setdefault("edge", []).append(f"M{after:.1f} {y:.1f}v{thick:.0f}")
     _add(paths, "update", axis.x(shown.length_s), axis.x(shown.step.seconds), y, thick)

@@ -27,7 +27,7 @@ from hpctrain.plan.schedule import make_schedule, simulate
 from hpctrain.plan.search import search
 from hpctrain.plan.sizing import make_size, make_sizes
 from hpctrain.plan.steptime import StepTime, predict_step
-from hpctrain.planning import Planned, plan_verb
+from hpctrain.planning import Planned, _sizes, plan_verb
 from hpctrain.report.markup import tag
 from hpctrain.report.plan_page import make_page, write_page
 from hpctrain.report.plan_page_tables import used_figures
@@ -264,6 +264,23 @@ def test_dots_of_the_curve_lie_below_the_deadline_where_they_meet_it() -> None:
     assert len(of_class(svg, "refused")) == len([size for size in sizes if size.plan is None])
     (own,) = of_class(svg, "own")
     assert own.get("data-nodes") == "4"
+
+
+def test_a_layout_that_few_numbers_of_nodes_carry_is_set_beside_the_best_of_half_and_twice_as_many() -> None:
+    config = configured(
+        "+exp=finance_callbot",
+        "model=decoder_tiny",
+        "data.sequence_length=1024",
+        "cluster.ranks_per_node=2",
+        "cluster.num_nodes=2",
+        "plan.max_nodes=4",
+        "parallelism=pp2",
+        "parallelism.pp=4",
+    )
+    sizes = _sizes(config, make_plan(config, find_workload(config)), everything=True)
+    layouts = {size.num_nodes: size.layout_text() for size in sizes}
+    assert layouts.keys() == {1, 2, 4}
+    assert (layouts[2], layouts[4]) == ("pp 4", "pp 4 × dp_replicate 2") and "pp 4" not in layouts[1]
 
 
 def test_the_head_says_whether_it_fits_when_it_is_done_and_what_it_costs() -> None:
