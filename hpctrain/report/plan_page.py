@@ -74,7 +74,11 @@ def make_page(page: Page) -> str:
             supply_section(plan),
         ]
     sections += [
-        size_section(page.sizes, deadline_s(config), plan.num_nodes if plan else config.cluster.num_nodes),
+        size_section(
+            _with_own(page.sizes, plan),
+            deadline_s(config),
+            plan.num_nodes if plan else config.cluster.num_nodes,
+        ),
         comparison_section(plan, page.named),
         layout_section(plan, page.found),
         figure_section(config, plan, hardware),
@@ -82,6 +86,15 @@ def make_page(page: Page) -> str:
     name = config.name or config.model.kind
     main = tag("main", *(section for section in sections if section is not None))
     return to_page(f"{name}: plan", tag("body", _head(name, config, plan), main, _foot()))
+
+
+def _with_own(sizes: Sequence[Size], plan: RunPlan | None) -> list[Size]:
+    """With the run's own plan at its number of nodes, which may differ from what would be chosen there."""
+    if plan is None or not sizes:
+        return list(sizes)
+    known = {size.num_nodes: size for size in sizes}
+    known[plan.num_nodes] = Size(num_nodes=plan.num_nodes, plan=plan)
+    return [known[count] for count in sorted(known)]
 
 
 def _head(name: str, config: Config, plan: RunPlan | None) -> ET.Element:

@@ -266,6 +266,17 @@ def test_dots_of_the_curve_lie_below_the_deadline_where_they_meet_it() -> None:
     assert own.get("data-nodes") == "4"
 
 
+def test_the_curve_goes_through_the_runs_own_time_whatever_would_be_chosen_for_as_many_nodes() -> None:
+    page = vision()
+    plan = page.plan
+    assert plan is not None and plan.forecast is not None and plan.forecast.total_s is not None
+    slower = replace(plan, forecast=replace(plan.forecast, total_s=plan.forecast.total_s.scaled(2.0)))
+    for sizes in ([size for size in page.sizes if size.num_nodes != 4], page.sizes):
+        text = make_page(replace(page, plan=slower, sizes=sizes))
+        (own,) = of_class(drawings(text, "nodes"), "own")
+        assert float(own.get("data-seconds", 0)) == pytest.approx(2 * plan.forecast.total_s.mid, abs=0.1)
+
+
 def test_a_layout_that_few_numbers_of_nodes_carry_is_set_beside_the_best_of_half_and_twice_as_many() -> None:
     config = configured(
         "+exp=finance_callbot",
