@@ -309,6 +309,7 @@ class PlanConfig:
     interruptions_per_day: float = 1.0  #: preemptions and failures, while it runs
     max_nodes: int = 16  #: largest cluster that the planner looks at when it has a deadline
     num_samples: int | None = None  #: images of an epoch, where they are not packed yet
+    num_identities: int | None = None  #: people on those images
     num_tokens: int | None = None  #: tokens of an epoch, where they are not packed yet
     image_megapixels: float = 0.25  #: of a stored image, where they are not packed yet
     image_bytes: float | None = None  #: of a stored image; null reckons 0.15 bytes a pixel

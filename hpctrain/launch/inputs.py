@@ -84,6 +84,7 @@ def find_workload(config: Config) -> Workload | None:
         num_samples=told.num_samples,
         sample_bytes=told.image_bytes or told.image_megapixels * pixel_bytes,
         megapixels=told.image_megapixels,
+        num_identities=told.num_identities,
         is_packed=False,
     )
 

@@ -39,7 +39,11 @@ def fit(config: Config, layout: Layout, batch: BatchPlan, num_identities: int | 
         return Fitted()
     num_identities = known_identities(config, num_identities)
     memory, findings = fit_replicated(config, config.model, layout, batch, num_identities)
-    note = "without the identities' head: the images are not packed yet" if num_identities is None else ""
+    note = (
+        "without the identities' head: the images are not packed yet, and plan.num_identities is null"
+        if num_identities is None
+        else ""
+    )
     if not memory:
         note = f"nobody has measured {config.model.backbone} at this size: hpctrain plan --trace does"
     return Fitted(memory=memory, findings=findings, note=note)
