@@ -31,7 +31,7 @@ from hpctrain.plan.plan import RunPlan
 
 AT_ONCE = 2
 PLACE_S = 1800.0  # a place of a large model takes a minute
-JOB_MIN, JOB_GIB, JOB_CPUS = 60, 8, 2
+JOB_MIN, JOB_GIB, JOB_CPUS = 60, 4, 2
 LOOK_S = 3.0  # between two looks at the queue
 
 Result = dict[str, Any]

@@ -196,16 +196,24 @@ def parse_duration_s(text: str) -> float | None:
     return sum(float(number) * units[unit] for number, unit in re.findall(r"([\d.]+)([dhm])", text))
 
 
-def duration_text(seconds: float, high_s: float | None = None) -> str:
-    """`36.0 h`, `4.2 days`, `12 min`; with the upper end of a range `33.0–38.0 h`."""
-    unit, size = (
-        ("days", DAY_S) if seconds >= 3 * DAY_S else ("h", 3600.0) if seconds >= 7200 else ("min", 60.0)
-    )
-    digits = 0 if unit == "min" else 1
-    upper = "" if high_s is None else f"–{high_s / size:.{digits}f}"
-    return f"{seconds / size:.{digits}f}{upper} {unit}"
+def duration_text(seconds: float) -> str:
+    """`36.0 h`, `4.2 days`, `12 min`."""
+    return _in_unit(seconds, seconds)
+
+
+def range_text(total: Interval) -> tuple[str, str]:
+    """A time and its range in the same unit: `3.1 days`, `2.7–4.0 days`."""
+    low = _in_unit(total.low, total.mid).split()[0]
+    return duration_text(total.mid), f"{low}–{_in_unit(total.high, total.mid)}"
 
 
 def span_text(total: Interval) -> str:
     """`34.2 h (31.0–38.5 h)`."""
-    return f"{duration_text(total.mid)} ({duration_text(total.low, total.high)})"
+    return "{} ({})".format(*range_text(total))
+
+
+def _in_unit(seconds: float, like_s: float) -> str:
+    """Seconds in the unit that suits another time."""
+    if like_s >= 3 * DAY_S:
+        return f"{seconds / DAY_S:.1f} days"
+    return f"{seconds / 3600:.1f} h" if like_s >= 7200 else f"{seconds / 60:.0f} min"

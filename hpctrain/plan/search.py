@@ -42,8 +42,9 @@ class Found:
         """Why an option is not the best one."""
         if option.refusal:
             return option.refusal
-        best = self.best.step.seconds if self.best else option.step.seconds
-        return f"{most_costly(option.step)}; {option.step.seconds / best:.1f} × slower"
+        ratio = option.step.seconds / (self.best or option).step.seconds
+        slower = f"{ratio:.1f} × slower" if ratio >= 1.05 else "about as fast"
+        return f"{most_costly(option.step)}; {slower}"
 
 
 def most_costly(step: StepTime) -> str:

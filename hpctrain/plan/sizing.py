@@ -52,7 +52,11 @@ def make_size(config: Config, workload: Workload | None, num_nodes: int) -> Size
     # The question is how long it takes, whatever is allowed.
     given = replace(config, cluster=cluster, deadline=None)
     try:
-        plan = make_plan(_choose_microbatch(choose_layout(given, workload), workload), workload)
+        given = choose_layout(given, workload)
+        try:
+            plan = make_plan(given, workload)
+        except PlanError:
+            plan = make_plan(_choose_microbatch(given, workload), workload)
     except PlanError as refusal:
         return Size(num_nodes=num_nodes, plan=None, refusal=_first_line(refusal))
     return Size(num_nodes=num_nodes, plan=plan)

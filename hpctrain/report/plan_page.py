@@ -10,7 +10,7 @@ from xml.etree import ElementTree as ET
 from hpctrain.config.compose import WITHOUT_DATA
 from hpctrain.config.schema import Config, DecoderConfig, VisionConfig
 from hpctrain.errors import ConfigError
-from hpctrain.plan.forecast import Forecast, duration_text
+from hpctrain.plan.forecast import Forecast, duration_text, range_text
 from hpctrain.plan.hardware import hardware_of
 from hpctrain.plan.layout import axes_text
 from hpctrain.plan.memory import GIB, fullest
@@ -21,7 +21,7 @@ from hpctrain.report.markup import Child, tag, to_page
 from hpctrain.report.plan_page_tables import figure_section, layout_section, size_section
 from hpctrain.report.plan_pictures import comparison_section, memory_section, supply_section
 from hpctrain.report.plan_step import parts_section, timeline_section
-from hpctrain.report.words import count_text, gib_text, range_text, seconds_text
+from hpctrain.report.words import count_text, gib_text, seconds_text
 
 GOOD, BAD, OPEN = ("good", "✓ "), ("bad", "✗ "), ("open", "")
 

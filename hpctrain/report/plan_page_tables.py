@@ -7,7 +7,7 @@ from xml.etree import ElementTree as ET
 
 from hpctrain.config.hardware import FIGURES, Figure, Hardware
 from hpctrain.config.schema import Config
-from hpctrain.plan.forecast import Forecast, duration_text, make_forecast
+from hpctrain.plan.forecast import Forecast, duration_text, make_forecast, span_text
 from hpctrain.plan.layout import axes_text
 from hpctrain.plan.options import Option
 from hpctrain.plan.plan import RunPlan
@@ -17,7 +17,7 @@ from hpctrain.plan.supply import Workload
 from hpctrain.plan.uncertainty import Influence
 from hpctrain.report.curve import draw_curve, known_times
 from hpctrain.report.markup import UNKNOWN, Child, legend, picture, rectangle, section, table, tag
-from hpctrain.report.words import CAUSES, count_text, numbers_text, seconds_text, span_text, unit_of
+from hpctrain.report.words import CAUSES, count_text, numbers_text, seconds_text, unit_of
 
 SHOWN_LAYOUTS = 16  # the others are folded away
 

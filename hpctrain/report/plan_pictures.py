@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import fields
 from xml.etree import ElementTree as ET
 
-from hpctrain.plan.forecast import Forecast
+from hpctrain.plan.forecast import Forecast, span_text
 from hpctrain.plan.memory import GIB, RankMemory, fullest
 from hpctrain.plan.plan import RunPlan
 from hpctrain.plan.sizing import Size
 from hpctrain.report.bars import Bar, Limit, Piece, draw_bars
 from hpctrain.report.markup import UNKNOWN, Child, legend, picture, section, table, tag
-from hpctrain.report.words import CAUSES, gib_text, seconds_text, span_text
+from hpctrain.report.words import CAUSES, gib_text, seconds_text
 
 KINDS = tuple(field.name for field in fields(RankMemory) if field.name != "host")  # on the device
 KIND_WORDS = {

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpctrain.plan.forecast import DAY_S, duration_text
 from hpctrain.plan.memory import GIB
-from hpctrain.plan.uncertainty import Interval
 
 CAUSES = {
     "compute": "computing",
@@ -54,19 +52,6 @@ UNITS = {
 def unit_of(figure: str) -> str:
     """The unit of a figure, from its name; nothing for shares and counts."""
     return next((unit for ending, unit in UNITS.items() if figure.endswith(ending)), "")
-
-
-def range_text(total: Interval) -> tuple[str, str]:
-    """A time and its range in the same unit: `3.1 days`, `2.7–4.0 days`."""
-    middle = duration_text(total.mid)
-    unit = middle.split()[-1]
-    size, digits = {"days": (DAY_S, 1), "h": (3600.0, 1), "min": (60.0, 0)}[unit]
-    return middle, f"{total.low / size:.{digits}f}–{total.high / size:.{digits}f} {unit}"
-
-
-def span_text(total: Interval) -> str:
-    """`3.1 days (2.7–4.0 days)`."""
-    return "{} ({})".format(*range_text(total))
 
 
 def numbers_text(numbers: Sequence[int]) -> str:

@@ -18,10 +18,12 @@ from hpctrain.plan.forecast import (
     duration_text,
     parse_duration_s,
     save_s,
+    span_text,
     total_s,
 )
 from hpctrain.plan.plan import RunPlan, make_plan
 from hpctrain.plan.sizing import choose, deadline_s, fewest_nodes, make_sizes
+from hpctrain.plan.uncertainty import Interval
 
 
 def composed(*overrides: str) -> Config:
@@ -191,16 +193,14 @@ def test_other_texts_are_no_durations(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((720.0,), "12 min"),
-        ((129_600.0,), "36.0 h"),
-        ((86_400 * 4.25,), "4.2 days"),
-        ((111_600.0, 143_640.0), "31.0–39.9 h"),
-    ],
+    ("seconds", "text"), [(720.0, "12 min"), (129_600.0, "36.0 h"), (86_400 * 4.25, "4.2 days")]
 )
-def test_durations_are_told_in_a_fitting_unit(arguments: tuple[float, ...], text: str) -> None:
-    assert duration_text(*arguments) == text
+def test_durations_are_told_in_a_fitting_unit(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
+
+
+def test_a_range_has_the_unit_of_its_middle() -> None:
+    assert span_text(Interval(65.1 * 3600, 74.4 * 3600, 96 * 3600)) == "3.1 days (2.7–4.0 days)"
 
 
 def test_a_plan_with_a_forecast_survives_json() -> None:
