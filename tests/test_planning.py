@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -88,3 +89,13 @@ def test_what_cannot_be_planned_is_refused(run: Run, overrides: list[str], words
 def test_a_refused_plan_still_shows_what_would_do(run: Run) -> None:  # noqa: F811
     said = run("plan", "+exp=vision_city", "deadline=20h")
     assert "nodes for 20.0 h: more than 16" in said.out and "too late" in said.out
+
+
+@pytest.mark.parametrize("experiment", ["vision_city", "finance_callbot"])
+def test_the_readme_shows_what_the_plan_says(run: Run, experiment: str) -> None:  # noqa: F811
+    page = (Path(__file__).parents[1] / "README.md").read_text()
+    block = page.partition(f"hpctrain plan +exp={experiment}`")[2].split("```")[1]
+    said = [line.rstrip() for line in run("plan", f"+exp={experiment}").out.splitlines()]
+    shown = [line.removesuffix("…").rstrip() for line in block.strip("\n").splitlines()]
+    assert len(shown) >= 4
+    assert [line for line in shown if not any(whole.startswith(line) for whole in said)] == []
