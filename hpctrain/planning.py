@@ -45,7 +45,7 @@ def plan_verb(config: Config, flags: Namespace, with_parallelism: Callable[[str]
     except PlanError as refusal:
         found, sizes = _look(asked), _sizes(asked, None, everything=flags.html is not None)
         if not flags.json:
-            print_tables(_tables(asked, None, found, sizes, named))
+            print_tables(_tables(asked, found, sizes, named))
         if flags.html is not None:
             _write_refused(asked, found, sizes, named, str(refusal), Path(flags.html))
         raise
@@ -62,7 +62,7 @@ def plan_verb(config: Config, flags: Namespace, with_parallelism: Callable[[str]
         print("\n".join(plan.lines() + data_lines(config)))
         if Path(config.data.root).name == WITHOUT_DATA:
             print("data    none given: data.root=FOLDER before it is submitted")
-        print_tables(_tables(config, plan, page.found, page.sizes, named))
+        print_tables(_tables(config, page.found, page.sizes, named))
         if flags.html is not None:
             print(f"\npage    {flags.html}")
     if flags.trace:
@@ -124,7 +124,7 @@ def _sizes(config: Config, plan: RunPlan | None, *, everything: bool = False) ->
         sizes = make_sizes(config, workload, [max(1, plan.num_nodes // 2), plan.num_nodes])
     else:
         sizes = sizes_up_to(config, workload, wanted)
-    last = sizes[-1].num_nodes
+    last = len(sizes) and sizes[-1].num_nodes
     more = {last + 1, 2 * last, config.cluster.num_nodes}
     return sizes + make_sizes(config, workload, sorted(n for n in more if last < n <= most))
 
@@ -150,11 +150,7 @@ def _size_of(config: Config) -> Size:
 
 
 def _tables(
-    config: Config,
-    plan: RunPlan | None,
-    found: Found | None,
-    sizes: list[Size],
-    named: list[tuple[str, Size]],
+    config: Config, found: Found | None, sizes: list[Size], named: list[tuple[str, Size]]
 ) -> list[Any]:
     tables = []
     if named:
@@ -162,7 +158,7 @@ def _tables(
     if found is not None:
         tables.append(layout_table(found))
     wanted = deadline_s(config)
-    if sizes and wanted is not None:
+    if wanted is not None and any(size.plan is not None for size in sizes):
         needed = fewest_nodes(sizes, wanted) or sizes[-1].num_nodes
         shown = {max(1, needed // 2), needed, needed + 1, 2 * needed, config.cluster.num_nodes}
         tables.append(size_table(sizes, wanted, sorted(shown)))

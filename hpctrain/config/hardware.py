@@ -118,6 +118,8 @@ def find_hardware(name: str, figures: Mapping[str, float] | None = None) -> Hard
     for figure, value in (figures or {}).items():
         if figure not in FIGURES:
             raise ConfigError(f"cluster.figures.{figure}={value}", f"figures: {', '.join(FIGURES)}")
+        if value <= 0:
+            raise ConfigError(f"cluster.figures.{figure}={value}", "a figure is positive")
         given = Figure(value=value, low=value, high=value, kind="measured", source="cluster.figures")
         hardware = Hardware(hardware.name, {**hardware.figures, figure: given})
     return hardware

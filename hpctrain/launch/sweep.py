@@ -34,6 +34,12 @@ def submit_sweep(points: list[Point]) -> str:
         raise ConfigError(
             "the sweep varies cluster.*", "elements of one array share their resources", "sweep other keys"
         )
+    if first.cluster.num_nodes == -1:
+        raise ConfigError(
+            "cluster.num_nodes=-1 in a sweep",
+            "elements of one array have the same nodes",
+            "cluster.num_nodes=N; `hpctrain plan` of one point says how many",
+        )
     script.check_options(first.cluster)
     script.check_sbatch()
     root = Path(first.run_root) / f"{first.name}.sweep"

@@ -133,6 +133,9 @@ def range_findings(config: Config) -> list[str]:
         "data.prefetch": config.data.prefetch,
         "parallelism.bucket_mib": config.parallelism.bucket_mib,
         "budget.no_progress": config.budget.no_progress,
+        "plan.hours_per_day": config.plan.hours_per_day,
+        "plan.max_nodes": config.plan.max_nodes,
+        "plan.image_megapixels": config.plan.image_megapixels,
     }
     not_negative = {
         "data.num_workers": config.data.num_workers,
@@ -142,12 +145,18 @@ def range_findings(config: Config) -> list[str]:
         "optim.warmup_epochs": config.optim.warmup_epochs,
         "optim.weight_decay": config.optim.weight_decay,
         "cluster.signal_lead_s": config.cluster.signal_lead_s,
+        "plan.interruptions_per_day": config.plan.interruptions_per_day,
     }
     optional = {
         "optim.clip_norm": config.optim.clip_norm,
         "cluster.time_limit_min": config.cluster.time_limit_min,
         "cluster.mem_gib": config.cluster.mem_gib,
         "cluster.array_parallelism": config.cluster.array_parallelism,
+        "plan.price_per_gpu_hour": config.plan.price_per_gpu_hour,
+        "plan.num_samples": config.plan.num_samples,
+        "plan.num_identities": config.plan.num_identities,
+        "plan.num_tokens": config.plan.num_tokens,
+        "plan.image_bytes": config.plan.image_bytes,
     }
     if isinstance(config.data, TokenDataConfig):
         positive["data.sequence_length"] = config.data.sequence_length
@@ -160,6 +169,8 @@ def range_findings(config: Config) -> list[str]:
         found.append(
             f"profile.steps={steps}: how many steps are done when recording begins and ends, such as [10,13]"
         )
+    if config.plan.hours_per_day > 24:
+        found.append(f"plan.hours_per_day={config.plan.hours_per_day}: a day has 24")
     decay = config.optim.ema_decay
     if decay is not None and not 0 < decay < 1:
         found.append(f"optim.ema_decay={decay}: between 0 and 1")
