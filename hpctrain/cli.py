@@ -158,13 +158,13 @@ def act(verb: str, point: Composed, flags: argparse.Namespace) -> int:
     if verb == "plan":
         return plan(point, flags)
     if verb == "doctor":
-        from hpctrain.launch import doctor
+        from hpctrain.doctor import doctor
 
         if flags.write_cluster is not None:
             return doctor.write_cluster(flags.write_cluster, point.resolve(without_data=True))
         return doctor.doctor(point.resolve(without_data=True), flags.json)
     if verb == "preflight":
-        from hpctrain.launch import preflight
+        from hpctrain.doctor import preflight
 
         return preflight.preflight(point.resolve(without_data=True), flags.json)
     config = point.resolve()

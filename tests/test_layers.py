@@ -22,6 +22,7 @@ LAYERS = (
     {"core"},
     {"selftest"},  # layouts against a concrete model, which core must not know
     {"launch", "report", "export"},
+    {"doctor"},
     {"planning", "usage"},
     {"cli"},
     {"__main__", "__init__"},

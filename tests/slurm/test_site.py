@@ -16,7 +16,7 @@ from hpctrain.slurm.site import (
     parse_shares,
     parse_standings,
 )
-from tests.launch.sites import CENTRE_ASSOC, CENTRE_QOS, lab, node_text
+from tests.doctor.sites import CENTRE_ASSOC, CENTRE_QOS, lab, node_text
 
 
 def test_settings_keep_values_with_equal_signs_and_empty_ones() -> None:

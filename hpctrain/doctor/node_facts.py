@@ -14,8 +14,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from hpctrain.launch import gpus
-from hpctrain.launch.drivers import installed_torch
+from hpctrain.doctor import gpus
+from hpctrain.doctor.drivers import installed_torch
 
 Facts = dict[str, Any]
 GB = 1e9

@@ -1,6 +1,6 @@
 """Do a node's own disks keep their files when a job is requeued? A job that requeues itself once finds out.
 
-python -m hpctrain.launch.scratch ANSWER    what the job runs, at both of its starts
+python -m hpctrain.doctor.scratch ANSWER    what the job runs, at both of its starts
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 from hpctrain import slurm
 from hpctrain.config.load import user_conf_dir
+from hpctrain.doctor.findings import Finding, notice, ok
+from hpctrain.doctor.node_facts import scratch_folders
 from hpctrain.launch.environment import allocation, node_name, scrubbed
-from hpctrain.launch.findings import Finding, notice, ok
-from hpctrain.launch.node_facts import scratch_folders
 from hpctrain.launch.snapshot import package_root
 from hpctrain.run.directory import write_json
 
@@ -36,7 +36,7 @@ def send(answer: Path, options: Sequence[str]) -> str | None:
     """
     answer.parent.mkdir(parents=True, exist_ok=True)
     answer.unlink(missing_ok=True)
-    words = [sys.executable, "-m", "hpctrain.launch.scratch", str(answer)]
+    words = [sys.executable, "-m", "hpctrain.doctor.scratch", str(answer)]
     command = f"PYTHONPATH={shlex.quote(str(package_root()))} exec {shlex.join(words)}"
     fixed = ["--parsable", "--job-name=hpctrain-scratch", "--requeue", "--output=/dev/null", "--time=5"]
     try:

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from hpctrain import slurm
 from hpctrain.config.schema import ClusterKind, Config, Device
+from hpctrain.doctor import judge_queue, judge_request, judge_stop
+from hpctrain.doctor.cluster_file import write_cluster
+from hpctrain.doctor.drivers import TorchBuild, driver_findings, installed_torch
+from hpctrain.doctor.findings import Finding, has_problem, notice, ok, problem, summary, to_text
+from hpctrain.doctor.judge_stop import SaveTime
+from hpctrain.doctor.preflight import Report, last_report
+from hpctrain.doctor.scratch import scratch_findings
 from hpctrain.errors import ClusterError, ConfigError, HpctrainError
-from hpctrain.launch import judge_queue, judge_request, judge_stop
-from hpctrain.launch.cluster_file import write_cluster
-from hpctrain.launch.drivers import TorchBuild, driver_findings, installed_torch
-from hpctrain.launch.findings import Finding, has_problem, notice, ok, problem, summary, to_text
-from hpctrain.launch.judge_stop import SaveTime
-from hpctrain.launch.preflight import Report, last_report
-from hpctrain.launch.scratch import scratch_findings
 from hpctrain.launch.script import check_options, clean_environment, make_executor
 from hpctrain.launch.snapshot import package_root
 from hpctrain.plan.plan import RunPlan, make_plan

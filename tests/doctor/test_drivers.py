@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
-from hpctrain.launch.drivers import (
+from hpctrain.doctor.drivers import (
     TorchBuild,
     driver_findings,
     first_drivers,
     installed_torch,
     parse_torch_version,
 )
-from hpctrain.launch.findings import Level
+from hpctrain.doctor.findings import Level
 
 CUDA13 = TorchBuild("2.14.1+cu130", "13.0")
 CUDA128 = TorchBuild("2.14.1+cu128", "12.8")

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from hpctrain.config.schema import ClusterConfig, ClusterKind, Device, GpuRequest
-from hpctrain.launch.findings import Finding, Level, has_problem
-from hpctrain.launch.judge_request import (
+from hpctrain.doctor.findings import Finding, Level, has_problem
+from hpctrain.doctor.judge_request import (
     count_findings,
     find_partition,
     find_qos,
@@ -19,7 +19,7 @@ from hpctrain.launch.judge_request import (
     time_findings,
 )
 from hpctrain.slurm.site import Site
-from tests.launch.sites import LAB_PARTITIONS, centre, lab, make_site, node_text, small
+from tests.doctor.sites import LAB_PARTITIONS, centre, lab, make_site, node_text, small
 
 
 def cluster(**changes: Any) -> ClusterConfig:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.config.schema import ClusterConfig
-from hpctrain.launch.findings import Finding, Level
-from hpctrain.launch.judge_stop import (
+from hpctrain.doctor.findings import Finding, Level
+from hpctrain.doctor.judge_stop import (
     SaveTime,
     ending_findings,
     parse_exit_codes,
@@ -13,7 +13,7 @@ from hpctrain.launch.judge_stop import (
     requeue_findings,
 )
 from hpctrain.slurm.site import Site
-from tests.launch.sites import LAB_PARTITIONS, centre, lab, make_site, small
+from tests.doctor.sites import LAB_PARTITIONS, centre, lab, make_site, small
 
 CLUSTER = ClusterConfig(signal_lead_s=120)
 

@@ -1,4 +1,4 @@
-"""Matrix products with known results, on every GPU of a node at once: `python -m hpctrain.launch.matmul`.
+"""Matrix products with known results, on every GPU of a node at once: `python -m hpctrain.doctor.matmul`.
 
 A child process of the probe, so that a GPU that hangs or a torch that does not load harms nobody else. Prints
 `busy` when the GPUs are at work, then a line of JSON.

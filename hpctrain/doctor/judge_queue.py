@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpctrain.config.schema import ClusterConfig, GpuRequest
-from hpctrain.launch.findings import Finding, notice, ok, question
+from hpctrain.doctor.findings import Finding, notice, ok, question
 from hpctrain.slurm.records import PartitionInfo
 from hpctrain.slurm.site import ExpectedStart, Site
 

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from hpctrain.launch import counters
-from hpctrain.launch.drivers import first_drivers
-from hpctrain.launch.gpus import slowdowns
+from hpctrain.doctor import counters
+from hpctrain.doctor.drivers import first_drivers
+from hpctrain.doctor.gpus import slowdowns
 
 Answers = Mapping[str, dict[str, Any] | None]  # of each node; None from one that did not answer
 

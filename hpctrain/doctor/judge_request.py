@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from math import ceil
 
 from hpctrain.config.schema import ClusterConfig, Device, GpuRequest
-from hpctrain.launch.findings import Finding, notice, ok, problem
+from hpctrain.doctor.findings import Finding, notice, ok, problem
 from hpctrain.slurm.records import NodeInfo, PartitionInfo
 from hpctrain.slurm.site import Association, Qos, Site, gpus_of, is_out
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.launch import counters, links, matmul, node_facts, probe
+from hpctrain.doctor import counters, links, matmul, node_facts, probe
 from hpctrain.launch.network import free_port
 
 

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpctrain.doctor.node_facts import Facts
 from hpctrain.launch.environment import scrubbed
-from hpctrain.launch.node_facts import Facts
 from hpctrain.launch.snapshot import package_root
 from hpctrain.slurm.records import NodeInfo, PartitionInfo
 from hpctrain.slurm.site import Site, gpus_of, is_out
@@ -67,7 +67,7 @@ def ask_node(
     options += [f"--gres=gpu:{f'{kind}:' if kind else ''}{count}"] if count else []
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=".probe") as folder:
-        probe = [sys.executable, "-m", "hpctrain.launch.probe", "facts", folder]
+        probe = [sys.executable, "-m", "hpctrain.doctor.probe", "facts", folder]
         environment = {**scrubbed(os.environ), "PYTHONPATH": str(package_root())}
         try:
             done = subprocess.run(

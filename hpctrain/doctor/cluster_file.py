@@ -13,11 +13,11 @@ from pathlib import Path
 from hpctrain.config.hardware import known_hardware
 from hpctrain.config.load import conf_dir, user_conf_dir
 from hpctrain.config.schema import Config, GpuRequest
+from hpctrain.doctor import scratch
+from hpctrain.doctor.judge_stop import preemption
+from hpctrain.doctor.node_facts import Facts, gid_index
+from hpctrain.doctor.node_job import ask_node, gpu_kind, place_options, usual_node
 from hpctrain.errors import ConfigError
-from hpctrain.launch import scratch
-from hpctrain.launch.judge_stop import preemption
-from hpctrain.launch.node_facts import Facts, gid_index
-from hpctrain.launch.node_job import ask_node, gpu_kind, place_options, usual_node
 from hpctrain.slurm.records import NodeInfo, PartitionInfo
 from hpctrain.slurm.site import Site, gpus_of, is_out, read_site
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from hpctrain.config.schema import ClusterConfig, GpuRequest
-from hpctrain.launch.findings import Level
-from hpctrain.launch.judge_queue import (
+from hpctrain.doctor.findings import Level
+from hpctrain.doctor.judge_queue import (
     accounting_findings,
     bill,
     cost_findings,
@@ -16,7 +16,7 @@ from hpctrain.launch.judge_queue import (
     start_findings,
 )
 from hpctrain.slurm.site import ExpectedStart, Share, Standing
-from tests.launch.sites import lab, make_site, small
+from tests.doctor.sites import lab, make_site, small
 
 ASKED = ClusterConfig(
     num_nodes=2, ranks_per_node=8, cpus_per_rank=4, mem_gib=100, gpu_request=GpuRequest.gres, account="vision"

@@ -1,8 +1,8 @@
 """What runs on each node for `doctor` and `preflight`: one process, standard library only.
 
-    python -m hpctrain.launch.probe facts FOLDER   what the node has
-    python -m hpctrain.launch.probe check FOLDER   that, and whether GPUs, disks and CPUs work
-    python -m hpctrain.launch.probe links FOLDER   bandwidth to neighbours, as FOLDER/nodes.json lists them
+    python -m hpctrain.doctor.probe facts FOLDER   what the node has
+    python -m hpctrain.doctor.probe check FOLDER   that, and whether GPUs, disks and CPUs work
+    python -m hpctrain.doctor.probe links FOLDER   bandwidth to neighbours, as FOLDER/nodes.json lists them
 
 Answers are FOLDER/<node>.<verb>.json, written whole.
 """
@@ -18,9 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpctrain.launch import counters, gpus, links, matmul, network
+from hpctrain.doctor import counters, gpus, links, matmul
+from hpctrain.doctor.node_facts import GB, Facts, node_facts
+from hpctrain.launch import network
 from hpctrain.launch.environment import node_name
-from hpctrain.launch.node_facts import GB, Facts, node_facts
 from hpctrain.run.directory import write_json
 
 DISK_BYTES = 32 * 2**20
@@ -88,7 +89,7 @@ def _write(path: Path, data: bytes) -> float:
 
 def try_gpus() -> tuple[Facts, list[Any]]:
     """Products on all GPUs, and what nvidia-smi says while they are at it: an idle link slows down."""
-    command = [sys.executable, "-m", "hpctrain.launch.matmul"]
+    command = [sys.executable, "-m", "hpctrain.doctor.matmul"]
     # Without a buffer of ours, so that readline takes no more than its line from the pipe.
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as child:
         assert child.stdout is not None

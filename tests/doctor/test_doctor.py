@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from hpctrain.config.schema import ClusterKind, Config, Device, VisionConfig
+from hpctrain.doctor import cluster_file, doctor
+from hpctrain.doctor.findings import Level, has_problem, notice, ok, problem, question, summary, to_text
 from hpctrain.errors import ConfigError
-from hpctrain.launch import cluster_file, doctor
-from hpctrain.launch.findings import Level, has_problem, notice, ok, problem, question, summary, to_text
 from hpctrain.run.ledger import Ledger
-from tests.launch.sites import LAB_CONFIG, lab, make_site, node_text, small
+from tests.doctor.sites import LAB_CONFIG, lab, make_site, node_text, small
 
 
 def run_config(tmp_path: Path) -> Config:

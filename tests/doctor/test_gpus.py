@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.launch import gpus
+from hpctrain.doctor import gpus
 
 # A row of a GeForce card, which has no ECC, and one of a data-centre card, in nvidia-smi's format.
 NAMES = list(gpus._QUERIES)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from hpctrain.launch.findings import Finding, notice, ok, problem, question
+from hpctrain.doctor.findings import Finding, notice, ok, problem, question
 
 # First driver of each CUDA toolkit, and the first with which its minor-version compatibility begins (NVIDIA,
 # CUDA Toolkit Release Notes, tables 2 and 3, Linux).

@@ -21,10 +21,10 @@ from typing import Any
 from hpctrain import slurm
 from hpctrain.config.load import load_config, save_config
 from hpctrain.config.schema import ClusterKind, Config, Device, GpuRequest
+from hpctrain.doctor import verdict
+from hpctrain.doctor.probe import answer_path, check
 from hpctrain.errors import RunError
-from hpctrain.launch import verdict
 from hpctrain.launch.environment import allocation, node_name
-from hpctrain.launch.probe import answer_path, check
 from hpctrain.launch.ranks import gpu_option
 from hpctrain.launch.script import check_options, check_sbatch, clean_environment, make_executor, refused
 from hpctrain.launch.snapshot import current_code, freeze_code, package_root
@@ -178,7 +178,7 @@ def run_step(config: Config, verb: str, folder: Path, names: Sequence[str]) -> N
         "--export=ALL",
         f"--output={folder / f'{verb}_%t.log'}",
         *cluster.extra_srun,
-        *(cluster.python or sys.executable, "-u", "-m", "hpctrain.launch.probe", verb, str(folder)),
+        *(cluster.python or sys.executable, "-u", "-m", "hpctrain.doctor.probe", verb, str(folder)),
     ]
     path = os.pathsep.join(filter(None, [str(package_root()), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, **cluster.env, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.launch import verdict
+from hpctrain.doctor import verdict
 
 Answer = dict[str, Any]
 

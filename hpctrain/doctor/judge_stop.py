@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.config.schema import ClusterConfig
-from hpctrain.launch.findings import Finding, notice, ok, problem, question
+from hpctrain.doctor.findings import Finding, notice, ok, problem, question
 from hpctrain.slurm.records import PartitionInfo
 from hpctrain.slurm.site import Qos, Site
 

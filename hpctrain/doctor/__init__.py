@@ -1,0 +1,1 @@
+"""Is a cluster set up for a run: what Slurm says, and what its nodes say."""
