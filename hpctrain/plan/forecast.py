@@ -87,12 +87,12 @@ def make_forecast(
         assert found is not None
         return sum(found.values())
 
-    num_steps = total = None
+    told, num_steps, total = config.plan, None, None
+    size = checkpoint_bytes(config, workload.num_identities if workload else None)
     if workload is not None:
         steps = num_steps = config.optim.num_epochs * -(-workload.num_samples // batch.global_batch_size)
-        total, _ = propagate(lambda figures: total_s(config, figures, steps, step_s(figures)), hardware)
+        total, _ = propagate(lambda figures: total_s(config, figures, size, steps, step_s(figures)), hardware)
     step, influences = propagate(step_s, hardware)
-    size, told = checkpoint_bytes(config), config.plan
     hours = total.scaled(1 / 3600) if total else None
     price = told.price_per_gpu_hour
     return Forecast(
@@ -101,7 +101,7 @@ def make_forecast(
         influences=influences[:4],
         samples_per_step=batch.global_batch_size,
         tokens_per_sample=config.data.sequence_length if isinstance(config.data, TokenDataConfig) else 0,
-        save_s=propagate(lambda figures: save_s(config, figures), hardware)[0],
+        save_s=propagate(lambda figures: save_s(size, figures), hardware)[0],
         checkpoint_bytes=size,
         disk_bytes=size * (_num_kept(config, num_steps) + 1),
         supply=data_supply(config.cluster, config.data, workload, hardware) if workload else None,
@@ -138,27 +138,35 @@ def step_parts(
     return {**step.parts, "data": waiting}
 
 
-def checkpoint_bytes(config: Config) -> int:
-    """Of a checkpoint: what is trained, in fp32, with the optimizer's states and the averaged weights."""
+def checkpoint_bytes(config: Config, num_identities: int | None = None) -> int:
+    """Of a checkpoint: what is trained, in fp32, with the optimizer's states and the averaged weights.
+
+    Args:
+        num_identities: of training images; without it their head is left out.
+    """
     model, states = config.model, 3 if config.optim.kind is OptimizerKind.adamw else 2
     if isinstance(model, DecoderConfig):
         return 4 * states * trainable_parameters(model)
     costs = backbone_costs(model) if isinstance(model, VisionConfig) else None
-    return 4 * (states + (config.optim.ema_decay is not None)) * costs.parameters if costs else 0
+    if costs is None:
+        return 0
+    assert isinstance(model, VisionConfig)
+    head = (costs.num_features + (num_identities or 0)) * model.embedding_dim
+    return 4 * (states + (config.optim.ema_decay is not None)) * (costs.parameters + head)
 
 
-def save_s(config: Config, hardware: Hardware) -> float:
+def save_s(size_bytes: int, hardware: Hardware) -> float:
     """Time of a save; a load takes the same."""
-    return SAVE_MEETING_S + checkpoint_bytes(config) / (hardware["write_gbps"] * 1e9)
+    return SAVE_MEETING_S + size_bytes / (hardware["write_gbps"] * 1e9)
 
 
-def total_s(config: Config, hardware: Hardware, num_steps: int, step_s: float) -> float:
+def total_s(config: Config, hardware: Hardware, size_bytes: int, num_steps: int, step_s: float) -> float:
     """Training, saves, and starts after interruptions and time limits; evaluation is left out.
 
     An interruption costs the way back into the cluster, a load, and a save; where a save takes longer than
     the warning, instead of it the half of a checkpoint interval, which is done again.
     """
-    save, every = save_s(config, hardware), config.checkpoint.every_steps
+    save, every = save_s(size_bytes, hardware), config.checkpoint.every_steps
     limit_min = config.cluster.time_limit_min
     training = num_steps * step_s + (num_steps / every if every else 1) * save
     per_s = config.plan.interruptions_per_day / DAY_S

@@ -87,7 +87,8 @@ def _needed_nodes(config: Config, workload: Workload | None) -> int:
     if nodes is None:
         known = [size for size in sizes if size.forecast and size.forecast.total_s]
         if not known:
-            raise PlanError(f"{asked}, but no time can be predicted: {sizes[-1].refusal or 'no figures'}")
+            reason = sizes[-1].refusal if sizes else f"plan.max_nodes={config.plan.max_nodes}"
+            raise PlanError(f"{asked}, but no time can be predicted: {reason or 'no figures'}")
         least = min(known, key=_expected_s)
         raise PlanError(
             f"{asked}, but the fastest of 1 to {config.plan.max_nodes} (plan.max_nodes) takes "

@@ -96,6 +96,12 @@ def test_a_checkpoint_of_32b_has_12_bytes_a_parameter_and_one_of_adapters_has_li
     assert checkpoint_bytes(composed("+exp=finance_callbot_lora")) < 2e9
 
 
+def test_a_checkpoint_of_a_million_people_holds_their_centres_four_times() -> None:
+    """fp32 weights, two moments, the average, of 512 numbers each."""
+    city = composed("+exp=vision_city")
+    assert checkpoint_bytes(city, 1_000_000) - checkpoint_bytes(city) == 4 * 4 * 512 * 1_000_000
+
+
 def test_interruptions_cost_their_share_of_the_time() -> None:
     """A save of 10 s inside the warning: 1000 steps of 86.4 s, a save every 100, one interruption a day."""
     hardware = find_hardware(
@@ -106,23 +112,24 @@ def test_interruptions_cost_their_share_of_the_time() -> None:
         },
     )
     lora.plan.interruptions_per_day = 1.0
-    assert save_s(lora, hardware) == pytest.approx(10.0)
+    assert save_s(checkpoint_bytes(lora), hardware) == pytest.approx(10.0)
     training = 1000 * 86.4 + 10 * 10.0
     lost = (844.0 + 2 * 10.0) / DAY_S  # 1 %
-    assert total_s(lora, hardware, 1000, 86.4) == pytest.approx(training / (1 - lost))
+    assert total_s(lora, hardware, checkpoint_bytes(lora), 1000, 86.4) == pytest.approx(training / (1 - lost))
     lora.cluster.signal_lead_s = 5  # no time to save: half of 100 steps are done again
     lost = (844.0 + 10.0 + 50 * 86.4) / DAY_S
-    assert total_s(lora, hardware, 1000, 86.4) == pytest.approx(training / (1 - lost))
+    assert total_s(lora, hardware, checkpoint_bytes(lora), 1000, 86.4) == pytest.approx(training / (1 - lost))
 
 
 def test_each_time_limit_is_a_start() -> None:
     config, hardware = composed("+exp=finance_callbot_lora"), find_hardware("rtx4090", {"requeue_s": 360.0})
     config.plan.interruptions_per_day, config.checkpoint.every_steps = 0.0, 0
-    unlimited = total_s(config, hardware, 100, 10.0)
+    unlimited = total_s(config, hardware, checkpoint_bytes(config), 100, 10.0)
     config.cluster.time_limit_min = 60
-    save = save_s(config, hardware)
+    size = checkpoint_bytes(config)
+    save = save_s(size, hardware)
     assert unlimited == pytest.approx(1000 + save)
-    assert total_s(config, hardware, 100, 10.0) == pytest.approx(
+    assert total_s(config, hardware, checkpoint_bytes(config), 100, 10.0) == pytest.approx(
         (1000 + save) / (1 - (360 + 2 * save) / 3600)
     )
 
