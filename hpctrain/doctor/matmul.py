@@ -1,7 +1,7 @@
 """Matrix products with known results, on every GPU of a node at once: `python -m hpctrain.doctor.matmul`.
 
 A child process of the probe, so that a GPU that hangs or a torch that does not load harms nobody else. Prints
-`busy` when the GPUs are at work, then a line of JSON.
+`GPU 0`, `GPU 1`, … as it turns to them, `busy` when all are at work, then a line of JSON.
 """
 
 from __future__ import annotations
@@ -39,9 +39,12 @@ def check_gpus() -> list[dict[str, Any]]:
 
 def check_devices(devices: Sequence[Any], size: int = SIZE, busy_s: float = BUSY_S) -> list[dict[str, Any]]:
     """The same for these devices. Every tenth product is looked at."""
-    pairs = [make_pair(size, device) for device in devices]
-    for a, b, _ in pairs:
+    pairs = []
+    for index, device in enumerate(devices):
+        print(f"GPU {index}", flush=True)
+        a, b, expected = make_pair(size, device)
         a @ b
+        pairs.append((a, b, expected))
     counts, errors = [0] * len(devices), [0] * len(devices)
     begun = time.perf_counter()
     print("busy", flush=True)

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from hpctrain.run.directory import write_json
 DISK_BYTES = 32 * 2**20
 LINK_S = 1.0
 BUSY_AFTER_S = 1.0  # clocks and links need it to wake up
-MATMUL_S = 180.0  # torch loads from NFS, on all nodes at once
+START_S = 180.0  # torch loads from NFS, on all nodes at once
+MATMUL_S = 60.0  # of the products, from then on
 
 
 def answer_path(folder: Path, node: str, verb: str) -> Path:
@@ -89,23 +91,43 @@ def _write(path: Path, data: bytes) -> float:
 
 def try_gpus() -> tuple[Facts, list[Any]]:
     """Products on all GPUs, and what nvidia-smi says while they are at it: an idle link slows down."""
-    command = [sys.executable, "-m", "hpctrain.doctor.matmul"]
-    # Without a buffer of ours, so that readline takes no more than its line from the pipe.
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as child:
-        assert child.stdout is not None
-        is_busy = child.stdout.readline().strip() == b"busy"
+    # Not through pipes: they fill up, and stay open while the driver holds a process that was killed.
+    out, err = os.memfd_create("out"), os.memfd_create("err")
+    try:
+        child = subprocess.Popen([sys.executable, "-m", "hpctrain.doctor.matmul"], stdout=out, stderr=err)
+        late = time.monotonic() + START_S
+        while "busy" not in said(out) and child.poll() is None and time.monotonic() < late:
+            time.sleep(0.05)
+        is_busy = "busy" in said(out)
+        if not is_busy and child.poll() is None:
+            what = (said(out) or ["torch"])[-1]
+            end(child)
+            return {"error": f"{what} did not start within {START_S:g} s", "gpus": []}, []
         time.sleep(BUSY_AFTER_S if is_busy else 0.0)
         busy = gpus.query_gpus()[0] if is_busy else []
         try:
-            out, err = child.communicate(timeout=MATMUL_S)
+            child.wait(timeout=MATMUL_S)
         except subprocess.TimeoutExpired:
-            child.kill()
+            end(child)
             return {"error": f"no answer within {MATMUL_S:g} s", "gpus": []}, busy
-    last = out.strip().splitlines()[-1:] if child.returncode == 0 else []
-    if not last or not is_busy:
-        lines = err.decode(errors="replace").strip().splitlines()
-        return {"error": lines[-1] if lines else "torch finds no GPU", "gpus": []}, busy
-    return {"error": None, "gpus": json.loads(last[0])}, busy
+        if child.returncode or not is_busy:
+            return {"error": (said(err) or ["torch finds no GPU"])[-1], "gpus": []}, busy
+        return {"error": None, "gpus": json.loads(said(out)[-1])}, busy
+    finally:
+        os.close(out)
+        os.close(err)
+
+
+def said(file: int) -> list[str]:
+    """Lines that another process has written so far."""
+    return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace").strip().splitlines()
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    """Kill it, and do not wait for one that cannot die."""
+    child.kill()
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(timeout=5)
 
 
 def measure(folder: Path) -> Facts:

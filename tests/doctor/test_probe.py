@@ -25,9 +25,12 @@ def test_a_product_with_one_wrong_entry_is_found() -> None:
         assert not matmul.is_right(wrong, expected)
 
 
-def test_devices_are_busy_together_and_a_broken_one_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_busy_together_and_a_broken_one_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     healthy = [torch.device("cpu")] * 2
     assert [each["wrong"] for each in matmul.check_devices(healthy, size=64, busy_s=0.0)] == [0, 0]
+    assert capsys.readouterr().out.splitlines() == ["GPU 0", "GPU 1", "busy"]
     made = matmul.make_pair
     broken = iter([False, True])
 
@@ -71,6 +74,39 @@ def test_a_child_that_fails_is_an_answer_too(
     found, _ = probe.try_gpus()
     assert len(found["gpus"]) == num_gpus
     assert found["error"] is None if error is None else found["error"].startswith(error)
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ("echo 'GPU 0'; echo 'GPU 1'; exec sleep 60", "GPU 1 did not start within 0.5 s"),
+        ("exec sleep 60", "torch did not start within 0.5 s"),
+        ("echo 'GPU 0'; echo busy; exec sleep 60", "no answer within 0.5 s"),
+    ],
+    ids=["a GPU hangs", "torch hangs", "the products hang"],
+)
+def test_a_child_that_hangs_is_named_in_time(
+    script: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe.sys, "executable", child(tmp_path, script))
+    for name, seconds in (("BUSY_AFTER_S", 0.0), ("START_S", 0.5), ("MATMUL_S", 0.5)):
+        monkeypatch.setattr(probe, name, seconds)
+    monkeypatch.setattr(probe.gpus, "query_gpus", lambda: ([], ""))
+    begun = time.monotonic()
+    assert probe.try_gpus()[0] == {"error": error, "gpus": []}
+    assert time.monotonic() - begun < 20
+
+
+def test_a_child_that_complains_at_length_gets_to_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe holds 64 KiB (pipe(7)); who writes more waits for a reader."""
+    script = "head -c 200000 /dev/zero >&2; echo busy; echo '[]'"
+    monkeypatch.setattr(probe.sys, "executable", child(tmp_path, script))
+    for name, seconds in (("BUSY_AFTER_S", 0.0), ("START_S", 10.0)):
+        monkeypatch.setattr(probe, name, seconds)
+    monkeypatch.setattr(probe.gpus, "query_gpus", lambda: ([], ""))
+    assert probe.try_gpus()[0] == {"error": None, "gpus": []}
 
 
 def test_sums_stay_where_fp16_is_exact() -> None:
