@@ -44,12 +44,16 @@ def preflight(config: Config, as_json: bool) -> int:
     Sends a job and waits for it; inside an allocation it checks that, with cluster.kind=local this machine.
     Raises HpctrainError where no job can be sent or it ends without a verdict.
     """
+    is_local, is_inside = config.cluster.kind is ClusterKind.local, allocation().is_slurm
+    if not is_local:
+        check_options(config.cluster)
+    if not is_local and not is_inside:
+        check_sbatch()
     folder = new_folder(config.run_root)
-    if config.cluster.kind is ClusterKind.local:
+    if is_local:
         report = check_here(config, folder)
     else:
-        check_options(config.cluster)
-        report = run_in_allocation(config, folder) if allocation().is_slurm else run_as_job(config, folder)
+        report = run_in_allocation(config, folder) if is_inside else run_as_job(config, folder)
         shutil.copyfile(folder / "preflight.json", folder.parent / "preflight.json")
     print(json.dumps(report) if as_json else to_text(report))
     return 1 if report["exclude"] else 0
@@ -90,8 +94,7 @@ def write_request(config: Config, folder: Path) -> None:
 
 
 def run_as_job(config: Config, folder: Path) -> Report:
-    """Send the job and wait; Ctrl-C cancels it."""
-    check_sbatch()
+    """Send the job and wait; Ctrl-C cancels it. The folder of a job that Slurm refuses is removed."""
     job_config = copy.deepcopy(config)
     job_config.name = "preflight"
     limit = config.cluster.time_limit_min or TIME_LIMIT_MIN
@@ -103,6 +106,7 @@ def run_as_job(config: Config, folder: Path) -> Report:
         try:
             job = str(executor.submit(carry_out, str(folder)).job_id)
         except Exception as error:  # submitit raises its own and subprocess's errors
+            shutil.rmtree(folder)
             raise refused(error) from error
     print(
         f"job {job} checks {config.cluster.num_nodes} nodes; answers in {folder}", file=sys.stderr, flush=True
