@@ -241,19 +241,15 @@ def time_findings(
     return [ok("time limit", f"{cluster.time_limit_min} min")]
 
 
-def count_findings(
-    site: Site, cluster: ClusterConfig, qos: Qos | None, points: int | None = None
-) -> list[Finding]:
+def count_findings(site: Site, cluster: ClusterConfig, qos: Qos | None) -> list[Finding]:
     """Arrays and numbers of jobs."""
     findings = []
     largest = site.number("MaxArraySize")
-    if largest is not None and (largest <= 64 or (points or 0) > largest):
-        means = (
-            f"a sweep of more than {max(0, largest - 1)} points is refused" if largest > 1 else "no sweeps"
-        )
+    if largest is not None and largest <= 64:
+        means = f"a sweep of more than {largest} points is refused" if largest else "no sweeps"
         findings.append(notice("MaxArraySize", str(largest), means, "smaller sweeps, or ask for 1001"))
     elif largest is not None:
-        findings.append(ok("MaxArraySize", f"{largest}", f"a sweep may have {largest - 1} points"))
+        findings.append(ok("MaxArraySize", f"{largest}", f"a sweep may have {largest} points"))
     association = find_association(site, cluster)
     limits = {f"QOS {qos.name}": qos.max_submit_per_user} if qos else {}
     if association is not None:

@@ -181,6 +181,8 @@ def test_a_qos_that_the_account_may_not_use_is_found() -> None:
 def test_a_small_max_array_size_is_noticed(size: str, level: Level) -> None:
     (found,) = [f for f in judged(lab(MaxArraySize=size), cluster()) if f.topic == "MaxArraySize"]
     assert found.level is level
+    # slurm.conf(5): the largest index is one less than MaxArraySize, and the first one is 0.
+    assert f"{len(range(int(size)))} points" in found.means
 
 
 @pytest.mark.parametrize(("queued", "level"), [(10, Level.ok), (50, Level.problem)])
