@@ -24,7 +24,7 @@ from hpctrain.slurm.site import Site, gpus_of, is_out, read_site
 SCRATCH = "# question: does node scratch keep its files over a requeue?"
 
 
-def write_cluster(name: str, config: Config | None = None, overwrite: bool = False) -> int:
+def write_cluster(name: str, config: Config | None = None) -> int:
     """Write `~/.config/hpctrain/cluster/<name>.yaml`; returns 0.
 
     Args:
@@ -34,7 +34,7 @@ def write_cluster(name: str, config: Config | None = None, overwrite: bool = Fal
         ConfigError: the name is no file name, or is taken.
         ClusterError: Slurm does not answer.
     """
-    path = free_path(name, overwrite)
+    path = free_path(name)
     site = read_site(getpass.getuser())
     cluster = config.cluster if config else None
     asked = cluster.partition if cluster else None
@@ -56,7 +56,7 @@ def write_cluster(name: str, config: Config | None = None, overwrite: bool = Fal
     return 0
 
 
-def free_path(name: str, overwrite: bool) -> Path:
+def free_path(name: str) -> Path:
     if not re.fullmatch(r"[A-Za-z]\w*", name):
         raise ConfigError(f"--write-cluster {name}", "a name is letters, digits and underscores")
     shipped = sorted(path.stem for path in (conf_dir() / "cluster").glob("*.yaml"))
@@ -65,7 +65,7 @@ def free_path(name: str, overwrite: bool) -> Path:
             f"--write-cluster {name}", f"shipped with hpctrain: {', '.join(shipped)}", "a new name"
         )
     path = user_conf_dir() / "cluster" / f"{name}.yaml"
-    if path.exists() and not overwrite:
+    if path.exists():
         raise ConfigError(f"--write-cluster {name}", f"{path} exists", "another name, or remove it")
     return path
 

@@ -21,9 +21,10 @@ from hpctrain.doctor.judge_stop import SaveTime
 from hpctrain.doctor.preflight import Report, last_report
 from hpctrain.doctor.scratch import scratch_findings
 from hpctrain.errors import ClusterError, ConfigError, HpctrainError
+from hpctrain.launch import submit
 from hpctrain.launch.script import check_options, clean_environment, make_executor
 from hpctrain.launch.snapshot import package_root
-from hpctrain.plan.plan import RunPlan, make_plan
+from hpctrain.plan.plan import RunPlan
 from hpctrain.run.directory import RunDirectory
 from hpctrain.run.ledger import Ledger
 from hpctrain.slurm.site import ExpectedStart, Site, expected_start, is_out, read_site
@@ -53,11 +54,11 @@ def doctor(config: Config, as_json: bool) -> int:
     return 1 if has_problem(findings) else 0
 
 
-def examine(config: Config) -> list[Finding]:
+def examine(asked: Config) -> list[Finding]:
     """Ask Slurm, then judge."""
+    config, plan, refusal = planned(asked)
     cluster = config.cluster
     site = narrowed(read_site(getpass.getuser()), config)
-    plan, refusal = planned(config)
     save = save_time(config, plan)
     partition, found = judge_request.find_partition(site, cluster)
     findings = [*refusal, ok("Slurm", ".".join(f"{number:02}" for number in site.version)), found]
@@ -77,7 +78,8 @@ def examine(config: Config) -> list[Finding]:
     if partition is not None:
         findings += judge_queue.cost_findings(site, cluster, partition)
         if not refusal:
-            starts = [(nodes, start_of(config, nodes)) for nodes in shapes(config, partition.num_nodes)]
+            near = shapes(with_nodes(asked, cluster.num_nodes), partition.num_nodes)
+            starts = [(count, start_of(config, count)) for count in near]
             findings += judge_queue.start_findings(starts, cluster.num_nodes)
     return findings
 
@@ -97,14 +99,20 @@ def narrowed(site: Site, config: Config) -> Site:
     return replace(site, nodes=kept)
 
 
-def planned(config: Config) -> tuple[RunPlan | None, list[Finding]]:
-    """The plan, or what it says against the run; its deadline is the business of `hpctrain plan`."""
-    without = copy.deepcopy(config)
-    without.deadline = None
+def planned(config: Config) -> tuple[Config, RunPlan | None, list[Finding]]:
+    """The config with what the planner was asked to choose, and the plan or what it says against the run.
+
+    A deadline chooses nodes here; whether a given number meets it is the business of `hpctrain plan`.
+    """
+    chosen = copy.deepcopy(config)
+    if chosen.cluster.num_nodes != -1:
+        chosen.deadline = None
     try:
-        return make_plan(without), []
+        return chosen, submit.planned(chosen), []
     except HpctrainError as error:
-        return None, [problem("plan", str(error), "submit refuses the run", "hpctrain plan shows it whole")]
+        chosen.cluster.num_nodes = max(1, chosen.cluster.num_nodes)  # the least, where none could be chosen
+        refusal = problem("plan", str(error), "submit refuses the run", "hpctrain plan shows it whole")
+        return chosen, None, [refusal]
 
 
 def save_time(config: Config, plan: RunPlan | None) -> SaveTime | None:
@@ -175,21 +183,13 @@ def shapes(config: Config, most: int) -> list[int]:
     near = [
         n for n in (wanted // 4, wanted // 2, wanted, wanted * 2, wanted * 4) if 0 < n <= max(most, wanted)
     ]
-    return [n for n in dict.fromkeys(near) if n == wanted or is_legal(config, n)][:MOST_SHAPES]
+    return [n for n in dict.fromkeys(near) if n == wanted or planned(with_nodes(config, n))[1]][:MOST_SHAPES]
 
 
 def with_nodes(config: Config, num_nodes: int) -> Config:
     changed = copy.deepcopy(config)
     changed.cluster.num_nodes, changed.deadline = num_nodes, None
     return changed
-
-
-def is_legal(config: Config, num_nodes: int) -> bool:
-    try:
-        make_plan(with_nodes(config, num_nodes))
-    except HpctrainError:
-        return False
-    return True
 
 
 def start_of(config: Config, num_nodes: int) -> ExpectedStart:

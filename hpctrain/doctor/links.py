@@ -8,10 +8,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from hpctrain.doctor.node_facts import GB
+
 STREAMS = 4  # connections of a link: one core does not fill a fast one
 CHUNK = bytes(2**20)
 CONNECT_S = 60.0  # nodes start within this time of each other
-GB = 1e9
 
 
 def offsets(num_nodes: int) -> list[int]:

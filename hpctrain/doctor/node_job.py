@@ -54,16 +54,8 @@ def ask_node(
     if shutil.which("srun") is None:
         return None, "srun is not installed here"
     kind, count = gpu_kind(node)
-    options = [
-        "--nodes=1",
-        "--ntasks=1",
-        "--time=5",
-        f"--immediate={PROBE_S}",
-        f"--partition={partition.name}",
-    ]
+    options = [*place_options(partition, account, qos), "--time=5", f"--immediate={PROBE_S}"]
     options += [f"--job-name=hpctrain-probe-{os.getpid()}"]
-    options += [f"--account={account}"] if account else []
-    options += [f"--qos={qos}"] if qos else []
     options += [f"--gres=gpu:{f'{kind}:' if kind else ''}{count}"] if count else []
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root, prefix=".probe") as folder:

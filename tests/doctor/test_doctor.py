@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
+from hpctrain.cli import compose
 from hpctrain.config.schema import ClusterKind, Config, Device, VisionConfig
 from hpctrain.doctor import cluster_file, doctor
 from hpctrain.doctor.findings import Level, has_problem, notice, ok, problem, question, summary, to_text
 from hpctrain.errors import ConfigError
+from hpctrain.launch import submit
 from hpctrain.run.ledger import Ledger
 from tests.doctor.sites import LAB_CONFIG, lab, make_site, node_text, small
 
@@ -221,15 +223,14 @@ def test_no_file_is_overwritten_and_no_shipped_name_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    path = cluster_file.free_path("mine", overwrite=False)
+    path = cluster_file.free_path("mine")
     path.parent.mkdir(parents=True)
     path.touch()
     with pytest.raises(ConfigError, match="exists"):
-        cluster_file.free_path("mine", overwrite=False)
-    assert cluster_file.free_path("mine", overwrite=True) == path
+        cluster_file.free_path("mine")
     for name in ("rtx4090", "../mine", "my file", ""):
         with pytest.raises(ConfigError):
-            cluster_file.free_path(name, overwrite=True)
+            cluster_file.free_path(name)
 
 
 def test_a_site_without_gpus_gets_a_file_for_cpus() -> None:
@@ -246,8 +247,41 @@ def test_a_site_without_gpus_gets_a_file_for_cpus() -> None:
 def test_a_deadline_does_not_keep_doctor_from_the_plan(tmp_path: Path) -> None:
     config = run_config(tmp_path)
     config.deadline = "1s"
-    plan, refusal = doctor.planned(config)
+    _, plan, refusal = doctor.planned(config)
     assert plan is not None and refusal == []
     config.optim.global_batch_size = 3  # of two ranks
-    plan, (finding,) = doctor.planned(config)
+    _, plan, (finding,) = doctor.planned(config)
     assert plan is None and finding.level is Level.problem and "global_batch_size" in finding.found
+
+
+def composed(*overrides: str) -> Config:
+    (point,) = compose([*overrides])
+    return point.resolve(without_data=True)
+
+
+def test_a_layout_that_the_planner_chooses_is_judged_as_submit_takes_it() -> None:
+    asked = composed("+exp=finance_callbot", "parallelism=auto")
+    chosen, plan, refusal = doctor.planned(asked)
+    assert plan is not None and refusal == []
+    # 32 cards of 24 GiB.
+    assert plan.world_size == 32 and max(memory.total for memory in plan.memory) < 24 * 2**30
+    assert asked.parallelism.auto and not chosen.parallelism.auto
+
+
+def test_nodes_that_the_deadline_chooses_are_those_of_the_job() -> None:
+    asked = composed("+exp=vision_city", "cluster.num_nodes=-1", "deadline=36h")
+    (option,) = (line for line in submit.render(asked).splitlines() if line.startswith("#SBATCH --nodes="))
+    asked = composed("+exp=vision_city", "cluster.num_nodes=-1", "deadline=36h")
+    chosen, plan, refusal = doctor.planned(asked)
+    assert plan is not None and refusal == []
+    wanted = chosen.cluster.num_nodes
+    assert option == f"#SBATCH --nodes={wanted}"
+    assert {wanted, wanted // 2} <= set(doctor.shapes(doctor.with_nodes(asked, wanted), 8))
+
+
+def test_where_no_number_of_nodes_meets_the_deadline_one_is_judged() -> None:
+    chosen, plan, (finding,) = doctor.planned(
+        composed("+exp=vision_city", "cluster.num_nodes=-1", "deadline=1s")
+    )
+    assert plan is None and "deadline" in finding.found and "must be positive" not in finding.found
+    assert chosen.cluster.num_nodes == 1
