@@ -6,10 +6,14 @@ into `~/.config/hpctrain/cluster/hardware/`, which are read instead where the na
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import math
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
@@ -55,6 +59,10 @@ FIGURES = {
     "decode_ms_per_megapixel": "a core's time to decode and augment a megapixel of JPEG",
     "requeue_s": "from the end of a start until the next one trains",
 }
+
+# Shares. A measured efficiency passes 1 where a card clocks higher than its data sheet's peak supposes.
+MOST = {"overlap": 1.0} | {figure: 1.5 for figure in FIGURES if figure.endswith("_efficiency")}
+FIELDS = ("value", "kind", "source", "low", "high")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,16 +125,20 @@ def find_hardware(name: str, figures: Mapping[str, float] | None = None) -> Hard
     hardware = _read(name, hardware_folders())
     for figure, value in (figures or {}).items():
         if figure not in FIGURES:
-            raise ConfigError(f"cluster.figures.{figure}={value}", f"figures: {', '.join(FIGURES)}")
-        if value <= 0:
-            raise ConfigError(f"cluster.figures.{figure}={value}", "a figure is positive")
+            found = f"no figure has this name; {_nearest(figure, FIGURES)}"
+            raise ConfigError(f"cluster.figures.{figure}={value}", found)
+        try:
+            value = _number(figure, value)
+        except ValueError as error:
+            raise ConfigError(f"cluster.figures.{figure}={value}", str(error)) from None
         given = Figure(value=value, low=value, high=value, kind="measured", source="cluster.figures")
         hardware = Hardware(hardware.name, {**hardware.figures, figure: given})
     return hardware
 
 
 def save_hardware(hardware: Hardware) -> Path:
-    """Write the user's own file of that name, over one that is there. Returns its path."""
+    """Write the user's own file of that name, whole or not at all, over one that is there. Returns its
+    path."""
     lines = ["# Written by `hpctrain calibrate`. What each figure means: hpctrain/config/hardware.py."]
     for name, figure in hardware.figures.items():
         fields = asdict(figure)
@@ -136,7 +148,9 @@ def save_hardware(hardware: Hardware) -> Path:
         lines.append(f"{name}: {flow.strip()}")
     path = hardware_folders()[0] / f"{hardware.name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n")
+    partial = path.with_name(f"{path.name}.{os.getpid()}")  # not *.yaml, which would be a name of hardware
+    partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    partial.replace(path)
     _read.cache_clear()
     return path
 
@@ -146,31 +160,81 @@ def _read(name: str, folders: tuple[Path, ...]) -> Hardware:
     for folder in folders:
         path = folder / f"{name}.yaml"
         if path.is_file():
-            return parse_hardware(name, path.read_text(), str(path))
+            return parse_hardware(name, _text(name, path), str(path))
     raise ConfigError(f"cluster.hardware={name}", f"the catalogue has {', '.join(known_hardware())}")
+
+
+def _text(name: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        found = f"it is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}"
+    except OSError as error:
+        found = error.strerror or str(error)
+    raise ConfigError(f"cluster.hardware={name}: {path}", found, "a text file of figures")
 
 
 def parse_hardware(name: str, text: str, where: str) -> Hardware:
     """Figures from YAML: `bf16_tflops: {value: 165.2, kind: data_sheet, source: …}`, with `low` and `high`
     where the value is not certain. Raises ConfigError."""
     try:
-        raw = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
-        figures = {figure: _figure(figure, **fields) for figure, fields in raw.items()}
-    except (yaml.YAMLError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"cluster.hardware={name}: {where}", str(error), "value, kind and source for each figure"
-        ) from None
-    return Hardware(name, figures)
+        raw = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        if not isinstance(raw, dict | None):
+            raise ValueError(f"it is {_said(raw)}, no table of figures")
+        figures = {figure: _figure(figure, fields) for figure, fields in (raw or {}).items()}
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        found = f"no YAML: {line}{error.problem or error.context}"
+    except (yaml.YAMLError, ValueError) as error:
+        found = str(error)
+    else:
+        return Hardware(name, figures)
+    raise ConfigError(f"cluster.hardware={name}: {where}", found, "value, kind and source for each figure")
 
 
-def _figure(
-    name: str, *, value: float, kind: str, source: str, low: float | None = None, high: float | None = None
-) -> Figure:
+def _figure(name: Any, fields: Any) -> Figure:
+    """A figure from its fields. Raises ValueError, which says what is wrong with it."""
     if name not in FIGURES:
-        raise ValueError(f"{name} is no figure; figures: {', '.join(FIGURES)}")
-    if kind not in KINDS:
-        raise ValueError(f"{name}: kind {kind}; kinds: {', '.join(KINDS)}")
-    low, high = value if low is None else low, value if high is None else high
-    if not 0 < low <= value <= high:
-        raise ValueError(f"{name}: 0 < low {low} <= value {value} <= high {high} does not hold")
-    return Figure(value=float(value), low=float(low), high=float(high), kind=kind, source=source)
+        raise ValueError(f"{name} is no figure; {_nearest(name, FIGURES)}")
+    if not isinstance(fields, dict):
+        raise ValueError(f"{name}: {_said(fields)} in place of {{value: …, kind: …, source: …}}")
+    for field in fields:
+        if field not in FIELDS:
+            raise ValueError(f"{name}: {field} is no part of a figure; {_nearest(field, FIELDS)}")
+    missing = [field for field in FIELDS[:3] if fields.get(field) is None]
+    if missing:
+        raise ValueError(f"{name}: no {' and no '.join(missing)}")
+    if fields["kind"] not in KINDS:
+        raise ValueError(f"{name}: kind {fields['kind']}; kinds: {', '.join(KINDS)}")
+    if not isinstance(fields["source"], str):
+        raise ValueError(f"{name}: source {_said(fields['source'])} is no text")
+    given = [
+        fields["value"] if fields.get(field) is None else fields[field] for field in ("low", "value", "high")
+    ]
+    low, value, high = (_number(name, each) for each in given)
+    if not low <= value <= high:
+        raise ValueError(f"{name}: low {low:g} <= value {value:g} <= high {high:g} does not hold")
+    return Figure(value=value, low=low, high=high, kind=fields["kind"], source=fields["source"])
+
+
+def _number(figure: str, value: Any) -> float:
+    """A number that this figure can have. Raises ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{figure}: {_said(value)} is no number, such as 0.5 or 1.0e+3")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{figure}: {value}, but a figure is positive and finite")
+    if value > MOST.get(figure, math.inf):
+        raise ValueError(f"{figure}: {value:g}, but it is a share, and at most {MOST[figure]:g}")
+    return float(value)
+
+
+def _said(value: Any) -> str:
+    """What stands in a YAML file, in its words."""
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "a table"
+    return "nothing" if value is None else f"{value!r}"
+
+
+def _nearest(name: Any, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"nearest: {near[0]}" if near else f"known: {', '.join(known)}"

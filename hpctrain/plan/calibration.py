@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hpctrain.config.hardware import Figure
+from hpctrain.config.hardware import MOST, Figure
 
 COLLECTIVES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times that the bytes go round
 
@@ -237,7 +237,7 @@ def node_figures(calibration: Calibration) -> dict[str, Range]:
 
 
 def figures_of(calibration: Calibration, known_tflops: float | None) -> dict[str, Figure]:
-    """Every figure that was measured, four digits of it.
+    """Every figure that was measured, four digits of it; a share above what it can be (MOST) as the most.
 
     Args:
         known_tflops: The data sheet's peak at the precision of the run, if there is one.
@@ -248,10 +248,10 @@ def figures_of(calibration: Calibration, known_tflops: float | None) -> dict[str
         **overlap_figure(calibration),
         **node_figures(calibration),
     }
-    return {name: _figure(each, calibration.source) for name, each in ranges.items() if each.low > 0}
+    return {name: _figure(name, each, calibration.source) for name, each in ranges.items() if each.low > 0}
 
 
-def _figure(found: Range, source: str) -> Figure:
-    value = float(f"{found.value:.4g}")
-    low, high = (float(f"{end:.4g}") for end in (found.low, found.high))
+def _figure(name: str, found: Range, source: str) -> Figure:
+    most = MOST.get(name, math.inf)
+    value, low, high = (min(most, float(f"{each:.4g}")) for each in (found.value, found.low, found.high))
     return Figure(value=value, low=min(low, value), high=max(high, value), kind="measured", source=source)

@@ -96,6 +96,14 @@ def test_with_a_data_sheet_efficiencies_are_shares_of_its_peak() -> None:
     assert figures(*rows, known_tflops=200.0) == {"attention_efficiency": pytest.approx(0.05)}
 
 
+def test_a_share_that_noise_made_too_large_is_told_as_the_most_that_a_file_may_say() -> None:
+    """A layer thrice as fast as the fastest product; read back by plans, which refuse more than 1.5."""
+    rows = [Row("matmul", 1e12, [1.0]), Row("convolutions", 3e12, [1.0, 1.0, 2.5, 2.5, 2.5])]
+    found = figures_of(Calibration(PLACE, rows), None)["convnet_efficiency"]
+    assert (found.low, found.value, found.high) == (1.2, 1.2, 1.5)
+    assert figures(rows[0], Row("convolutions", 3e12, [1.0]))["convnet_efficiency"] == 1.5
+
+
 def test_decoder_products_are_measured_beside_their_memory_traffic() -> None:
     """1e9 FLOPs at half of the peak take 10 ms, 7.5e6 bytes at 1 GB/s 7.5 ms, together their hypotenuse."""
     rows = [Row("matmul", 2e9, [0.01]), Row("device_memory", 1e9, [1.0])]
