@@ -24,6 +24,7 @@ from hpctrain.config.schema import ClusterKind, Config, Device, GpuRequest
 from hpctrain.doctor import verdict
 from hpctrain.doctor.probe import answer_path, check
 from hpctrain.errors import RunError
+from hpctrain.launch import submit
 from hpctrain.launch.environment import allocation, node_name
 from hpctrain.launch.ranks import gpu_option
 from hpctrain.launch.script import check_options, check_sbatch, clean_environment, make_executor, refused
@@ -47,8 +48,11 @@ def preflight(config: Config, as_json: bool) -> int:
     is_local, is_inside = config.cluster.kind is ClusterKind.local, allocation().is_slurm
     if not is_local:
         check_options(config.cluster)
-    if not is_local and not is_inside:
-        check_sbatch()
+        if not is_inside:
+            check_sbatch()
+            if config.cluster.num_nodes == -1:
+                config = copy.deepcopy(config)
+                submit.planned(config)  # which chooses
     folder = new_folder(config.run_root)
     if is_local:
         report = check_here(config, folder)
