@@ -24,11 +24,11 @@ from hpctrain.slurm.site import Site, gpus_of, is_out, read_site
 SCRATCH = "# question: does node scratch keep its files over a requeue?"
 
 
-def write_cluster(name: str, config: Config | None = None) -> int:
+def write_cluster(name: str, config: Config) -> int:
     """Write `~/.config/hpctrain/cluster/<name>.yaml`; returns 0.
 
     Args:
-        config: whose partition, account and QOS are taken; None takes the partition with most GPUs.
+        config: whose partition, account and QOS are taken; without a partition it is the one with most GPUs.
 
     Raises:
         ConfigError: the name is no file name, or is taken.
@@ -36,14 +36,11 @@ def write_cluster(name: str, config: Config | None = None) -> int:
     """
     path = free_path(name)
     site = read_site(getpass.getuser())
-    cluster = config.cluster if config else None
-    asked = cluster.partition if cluster else None
-    partition = choose_partition(site, asked)
-    account, qos = (cluster.account, cluster.qos) if cluster else (None, None)
+    partition = choose_partition(site, config.cluster.partition)
+    account, qos = config.cluster.account, config.cluster.qos
     if account is None and site.associations is not None and len(site.associations) == 1:
         account = site.associations[0].account
-    root = Path(config.run_root if config else "runs").absolute()
-    facts, why = ask_node(site, partition, account, qos, root)
+    facts, why = ask_node(site, partition, account, qos, Path(config.run_root).absolute())
     text = render(name, site, partition, account, qos, facts, why)
     if facts is not None:
         where = [f"--nodelist={facts['node']}", *place_options(partition, account, qos)]

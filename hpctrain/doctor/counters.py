@@ -8,6 +8,8 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpctrain.doctor.node_facts import read
+
 _SYS, _PROC = Path("/sys"), Path("/proc")
 
 # Of ethtool -S, which has hundreds: those on pauses, discards and errors.
@@ -48,7 +50,7 @@ def read_counters(interface: str | None, sys_root: Path = _SYS, proc_root: Path 
                 counters[f"{name}/kernel.{entry.name}"] = _number(entry)
         for key, value in ethtool_counters(name).items():
             counters[f"{name}/{key}"] = value
-    counters["tcp/retransmitted"] = retransmitted(_text(proc_root / "net/snmp"))
+    counters["tcp/retransmitted"] = retransmitted(read(proc_root / "net/snmp"))
     return counters
 
 
@@ -100,12 +102,5 @@ def is_pause(counter: str) -> bool:
 
 
 def _number(path: Path) -> int:
-    text = _text(path).strip()
+    text = read(path)
     return int(text) if text.isdigit() else 0
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError):
-        return ""

@@ -107,8 +107,7 @@ def slowdowns(mask: int | None) -> list[str]:
 
 def driver_cuda() -> str | None:
     """Newest CUDA that the driver carries."""
-    done = _ask()
-    return parse_driver_cuda(done.stdout)
+    return parse_driver_cuda(_ask().stdout)
 
 
 def parse_driver_cuda(text: str) -> str | None:

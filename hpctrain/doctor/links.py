@@ -21,7 +21,7 @@ def offsets(num_nodes: int) -> list[int]:
 
 
 class Receiver:
-    """Takes what other nodes send. `with Receiver("", port, streams) as receiver: …; receiver.wait()`."""
+    """Takes what other nodes send, until as many streams as were announced have ended."""
 
     def __init__(self, port: int, num_streams: int) -> None:
         self.listener = socket.socket()

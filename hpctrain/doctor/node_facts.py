@@ -64,15 +64,15 @@ def network_cards(root: Path = _SYS) -> list[Facts]:
     """Interfaces with their speed (Gb/s; None where the driver does not say) and IPv4 address."""
     cards = []
     for path in sorted((root / "class/net").glob("*")):
-        speed = _read(path / "speed")
+        speed = read(path / "speed")
         cards.append(
             {
                 "name": path.name,
-                "is_up": _read(path / "operstate") == "up",
+                "is_up": read(path / "operstate") == "up",
                 "is_virtual": "/virtual/" in str(path.resolve()),
                 "speed_gbit": int(speed) / 1000 if speed.isdigit() and int(speed) else None,
                 "address": interface_address(path.name),
-                "mtu": int(_read(path / "mtu") or 0),
+                "mtu": int(read(path / "mtu") or 0),
             }
         )
     return cards
@@ -94,17 +94,17 @@ def rdma_ports(root: Path = _SYS) -> list[Facts]:
     for path in sorted((root / "class/infiniband").glob("*/ports/*")):
         gids = []
         for entry in sorted((path / "gids").glob("*"), key=lambda p: int(p.name)):
-            gid, kind = _read(entry), _read(path / "gid_attrs/types" / entry.name)
+            gid, kind = read(entry), read(path / "gid_attrs/types" / entry.name)
             if gid.strip("0:"):
-                device = _read(path / "gid_attrs/ndevs" / entry.name)
+                device = read(path / "gid_attrs/ndevs" / entry.name)
                 gids.append({"index": int(entry.name), "gid": gid, "type": kind, "interface": device})
         ports.append(
             {
                 "device": path.parent.parent.name,
                 "port": int(path.name),
-                "state": _read(path / "state").partition(": ")[2],
-                "rate": _read(path / "rate"),
-                "layer": _read(path / "link_layer"),
+                "state": read(path / "state").partition(": ")[2],
+                "rate": read(path / "rate"),
+                "layer": read(path / "link_layer"),
                 "gids": gids,
             }
         )
@@ -180,7 +180,8 @@ def quota(path: Path) -> str | None:
     return done.stdout.strip()[:2000] or None
 
 
-def _read(path: Path) -> str:
+def read(path: Path) -> str:
+    """Its text without blanks around it; empty where it cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
