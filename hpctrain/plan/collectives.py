@@ -86,7 +86,7 @@ def _latency_s(group: Group, hardware: Hardware) -> float:
     nodes = -(-group.size // group.ranks_per_node)
     between = nodes - 1
     inside = group.size - 1 - between
-    microseconds = inside * hardware["node_latency_us"]
+    microseconds = inside * hardware["node_latency_us"] if inside else 0.0
     return (microseconds + (between * hardware["network_latency_us"] if between else 0)) * 1e-6
 
 

@@ -165,8 +165,11 @@ class DecoderCosts:
         return gather, reduce
 
     def _exposed(self, communication_s: float, compute_s: float) -> float:
-        """What computation cannot hide of it."""
-        return communication_s - min(self.hardware["overlap"] * communication_s, compute_s)
+        """What computation cannot hide of it. A rank alone casts and copies weights without a link: where
+        nobody knows what hides of that, nothing does."""
+        is_alone = self.layout.dp == 1 and "overlap" not in self.hardware
+        overlap = 0.0 if is_alone else self.hardware["overlap"]
+        return communication_s - min(overlap * communication_s, compute_s)
 
     def _offload(
         self, layers: int, has_embedding: bool, has_head: bool, compute_f: float, compute_b: float

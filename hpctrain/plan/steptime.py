@@ -9,28 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.config.hardware import Hardware
+from hpctrain.config.hardware import Hardware, UnknownFigureError
 from hpctrain.config.schema import Config, DecoderConfig, OptimConfig, VisionConfig
 from hpctrain.plan.batch import BatchPlan
 from hpctrain.plan.bubble import pipeline_s
 from hpctrain.plan.collectives import boundary_send_s
 from hpctrain.plan.compute import COMPILED, EAGER, Kernels
 from hpctrain.plan.decoder_time import DecoderCosts, make_decoder_costs
-from hpctrain.plan.hardware import none_where_unknown, peak_tflops
+from hpctrain.plan.hardware import none_where_unknown, peak_figure
 from hpctrain.plan.layout import Layout
 from hpctrain.plan.schedule import make_schedule, simulate
 from hpctrain.plan.stages import Stages
 from hpctrain.plan.vision_time import vision_parts
 
-PARTS = ("compute", "recompute", "tp", "dp", "pp", "bubble", "optimizer", "offload")
-NEEDED = (
-    "matmul_efficiency",
-    "attention_efficiency",
-    "memory_gbps",
-    "launch_us",
-    "node_latency_us",
-    "overlap",
-)
+PARTS = ("compute", "recompute", "tp", "dp", "classes", "pp", "bubble", "optimizer", "offload")
+NEEDED = ("matmul_efficiency", "attention_efficiency", "memory_gbps", "launch_us")  # whatever the layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +59,10 @@ def predict_step(
         num_identities: of a vision model's training images; without it their head is left out.
         kernels: what a decoder's implementation moves; None for ours.
     """
-    peak = peak_tflops(hardware, config.optim)
-    if peak is None or any(figure not in hardware for figure in NEEDED):
-        return None
+    peak = hardware[peak_figure(config.optim)]
+    for figure in NEEDED:
+        if figure not in hardware:
+            raise UnknownFigureError(figure)
     if isinstance(config.model, DecoderConfig):
         kernels = kernels or (COMPILED if config.parallelism.compile else EAGER)
         costs = make_decoder_costs(

@@ -31,12 +31,9 @@ def vision_parts(
 ) -> dict[str, float] | None:
     """Seconds of a step by cause; None where the costs of the backbone are not known."""
     costs = backbone_costs(model)
-    efficiency = None
-    if costs is not None:
-        kind = "transformer" if costs.is_transformer else "convnet"
-        efficiency = hardware.get(f"{kind}_efficiency")
-    if costs is None or efficiency is None:
+    if costs is None:
         return None
+    efficiency = hardware["transformer_efficiency" if costs.is_transformer else "convnet_efficiency"]
     images = batch.microbatch_size
     flops = 3.0 * costs.forward_flops * images
     launch_s = OPERATORS * (hardware.get("launch_us") or 0.0) * 1e-6
@@ -48,7 +45,7 @@ def vision_parts(
     replicated = costs.parameters + (0.0 if model.class_parallel else centres)
     parts["dp"] = _reduction_s(config, layout, replicated, backbone * 2 / 3, hardware)
     if model.class_parallel:
-        parts["dp"] += batch.num_microbatches * _class_parallel_s(config, model, layout, images, hardware)
+        parts["classes"] = batch.num_microbatches * _class_parallel_s(config, model, layout, images, hardware)
     moved = update_bytes(config.optim, costs.parameters + own_centres)
     parts["optimizer"] = moved / (hardware["memory_gbps"] * 1e9)
     return parts

@@ -33,6 +33,8 @@ def timeline_section(config: Config, plan: RunPlan, hardware: Hardware) -> ET.El
         f"{seconds_text(replicated.hidden_s + replicated.exposed_s)}, of which "
         f"{seconds_text(replicated.hidden_s)} are hidden behind the last backward."
     )
+    if replicated.classes_s:
+        told += f" Collectives of the class-parallel head take {seconds_text(replicated.classes_s)}."
     entries = [("forward", "forward"), ("backward", "backward"), ("link", "network"), ("update", "optimizer")]
     if replicated.data_s:
         entries.append(("data", "waiting for data"))

@@ -208,8 +208,10 @@ def make_replicated_step(config: Config, plan: RunPlan, hardware: Hardware) -> R
     forecast = plan.forecast
     if plan.stages or forecast is None:
         return None
-    open_links = hardware.with_value("overlap", 1e-9)
-    unhidden = predict_step(config, plan.layout, plan.batch, (), open_links)
+    # A rank alone may not know what hides: it has nothing to hide.
+    open_links = hardware.with_value("overlap", 1e-9) if "overlap" in hardware else hardware
+    identities = config.plan.num_identities
+    unhidden = predict_step(config, plan.layout, plan.batch, (), open_links, num_identities=identities)
     parts = forecast.parts
     if unhidden is None:
         return None
@@ -218,7 +220,7 @@ def make_replicated_step(config: Config, plan: RunPlan, hardware: Hardware) -> R
         num_microbatches=plan.batch.num_microbatches,
         hidden_s=max(0.0, unhidden.parts["dp"] - parts["dp"]),
         exposed_s=parts["dp"],
-        classes_s=parts["tp"],
+        classes_s=parts["classes"],
         optimizer_s=parts["optimizer"],
         data_s=parts.get("data", 0.0),
     )

@@ -11,6 +11,7 @@ CAUSES = {
     "recompute": "computing again (checkpointing)",
     "tp": "collectives of tp",
     "dp": "gathers and reductions of dp",
+    "classes": "collectives of the class-parallel head",
     "pp": "messages between stages",
     "bubble": "idle in the pipeline (bubble)",
     "optimizer": "optimizer",

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from hpctrain.config.hardware import Hardware, find_hardware
-from hpctrain.config.schema import ClusterConfig, Config, VisionConfig
+from hpctrain.config.schema import (
+    ClusterConfig,
+    Config,
+    DecoderConfig,
+    OptimConfig,
+    Precision,
+    TokenDataConfig,
+    VisionConfig,
+)
 from hpctrain.plan.batch import resolve_batch
 from hpctrain.plan.calibration import Calibration, Row, figures_of, fit_line
 from hpctrain.plan.forecast import make_forecast
+from hpctrain.plan.hardware import unknown_figure
 from hpctrain.plan.layout import Layout
 from hpctrain.plan.steptime import predict_step
 
+LINKS = ("root_gbps", "node2_gbps", "send_gbps", "node_latency_us", "overlap")
 UNKNOWN = ("node4_gbps", "node8_gbps", "network_gbps", "network_latency_us")
 PLACE = {"date": "2026-01-02", "job": "12", "nodes": 2, "ranks_per_node": 8, "torch": "2.14.1"}
 PLACE |= {"device": "CPU", "precision": "fp32", "peak": "fp32_tflops"}
@@ -173,3 +184,66 @@ def test_a_plan_beyond_what_was_calibrated_has_no_forecast() -> None:
         assert batch is not None
         assert (predict_step(config, layout, batch, (), measured) is not None) is known
         assert (make_forecast(config, layout, batch, (), measured, None) is not None) is known
+
+
+def predicted(nodes: int, ranks: int, hardware: Hardware, **optim: Any) -> tuple[Any, ...]:
+    """What predict_step is asked for a ResNet-50 over so many ranks."""
+    cluster = ClusterConfig(num_nodes=nodes, ranks_per_node=ranks, hardware="rtx4090")
+    config = Config(model=VisionConfig(backbone="resnet50"), cluster=cluster, optim=OptimConfig(**optim))
+    layout = Layout(pp=1, dp_replicate=nodes * ranks, dp_shard=1, tp=1)
+    batch, _ = resolve_batch(64, None, layout.dp)
+    assert batch is not None
+    return config, layout, batch, (), hardware
+
+
+def without(*figures: str) -> Hardware:
+    known = find_hardware("rtx4090").figures
+    return Hardware("mine", {name: figure for name, figure in known.items() if name not in figures})
+
+
+def test_one_rank_has_a_forecast_after_a_calibration_of_one_rank_without_links() -> None:
+    """It is the same as with links, which one rank has no use for."""
+    alone = without(*LINKS, *UNKNOWN)
+    step, linked = (predict_step(*predicted(1, 1, hardware)) for hardware in (alone, without()))
+    assert step is not None and step == linked
+    assert make_forecast(*predicted(1, 1, alone), None) is not None
+
+
+def test_a_decoder_on_one_rank_needs_no_links_and_hides_none_of_its_copies() -> None:
+    """As where nothing can hide (overlap 0)."""
+    layout = Layout(pp=1, dp_replicate=1, dp_shard=1, tp=1)
+    config = Config(model=DecoderConfig(), data=TokenDataConfig(sequence_length=128))
+    batch, _ = resolve_batch(4, 1, 1)
+    assert batch is not None
+    stages = ((0, DecoderConfig().num_hidden_layers),)
+    alone, bare = without(*LINKS, *UNKNOWN), without().with_value("overlap", 0.0)
+    step, expected = (predict_step(config, layout, batch, stages, each) for each in (alone, bare))
+    assert step is not None and step == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "lacking", "figure"),
+    [
+        (1, 1, (*LINKS, *UNKNOWN), None),
+        (1, 2, LINKS, "node2_gbps"),
+        (1, 4, UNKNOWN, "node4_gbps"),
+        (2, 1, UNKNOWN, "network_gbps"),
+        (2, 1, ("node_latency_us",), None),  # all hops are between nodes
+        (1, 1, ("convnet_efficiency",), "convnet_efficiency"),
+        (1, 1, ("memory_gbps",), "memory_gbps"),
+        (1, 1, ("fp32_tflops",), "fp32_tflops"),
+    ],
+)
+def test_the_figure_that_a_prediction_lacks_has_a_name(
+    nodes: int, ranks: int, lacking: tuple[str, ...], figure: str | None
+) -> None:
+    asked = predicted(nodes, ranks, without(*lacking))
+    assert unknown_figure(predict_step, *asked) == figure
+    assert (predict_step(*asked) is None) is (figure is not None)
+
+
+def test_a_peak_that_a_card_has_not_is_named_after_the_precision() -> None:
+    asked = predicted(
+        1, 1, without("fp16_accumulation_tflops"), precision=Precision.fp16, fp16_accumulation=True
+    )
+    assert unknown_figure(predict_step, *asked) == "fp16_accumulation_tflops"

@@ -75,8 +75,9 @@ def test_class_parallelism_sends_embeddings_instead_of_centres() -> None:
     )
     sent = 2 * 7 / 8 * 4 * 512 * 1024 + 3 * 2 * 7 / 8 * 4 * 1024
     seconds = sent / (quick["node8_gbps"] * 1e9)
-    assert apart.parts["dp"] - headless.parts["dp"] == pytest.approx(seconds, rel=1e-3)
-    assert whole.parts["dp"] - apart.parts["dp"] > 0.1
+    assert apart.parts["classes"] == pytest.approx(seconds, rel=1e-3)
+    assert apart.parts["dp"] == headless.parts["dp"] and whole.parts["classes"] == 0
+    assert whole.parts["dp"] - apart.parts["dp"] - apart.parts["classes"] > 0.1
     assert apart.seconds < whole.seconds
 
 

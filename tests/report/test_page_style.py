@@ -27,6 +27,7 @@ NEIGHBOURS = (
         "slack",
     ),
     ("compute", "recompute", "tp", "dp", "pp", "bubble", "optimizer", "offload", "data"),
+    ("compute", "dp", "classes", "optimizer", "data"),
     ("forward", "backward", "link", "forward"),
     ("backward2", "link", "forward2", "backward"),
     ("needed", "decode", "storage"),

@@ -31,9 +31,18 @@ from hpctrain.planning import Planned, _sizes, plan_verb
 from hpctrain.report.markup import tag
 from hpctrain.report.plan_page import make_page, write_page
 from hpctrain.report.plan_page_tables import used_figures
-from hpctrain.report.timeline import PipelineStep, draw_timeline, make_pipeline_step, make_replicated_step
+from hpctrain.report.timeline import (
+    BANDWIDTHS,
+    LATENCIES,
+    PipelineStep,
+    ReplicatedStep,
+    draw_timeline,
+    make_pipeline_step,
+    make_replicated_step,
+)
 
 VOID = ("meta",)
+LINKS = (*BANDWIDTHS, *LATENCIES, "overlap")
 HOSTILE = "<script>alert(1)</script>&\"'</svg>"
 
 
@@ -251,6 +260,49 @@ def test_the_network_works_beside_the_last_backward_and_ends_with_the_reduction(
     assert shown.hidden_s < shown.microbatch_s * 2 / 3
 
 
+def replicated(class_parallel: bool, num_identities: int = 100_000) -> tuple[ReplicatedStep, float]:
+    """The headline run with a head of its own, over links without latency; and bytes a second of a ring."""
+    config = configured(
+        "+exp=vision_city",
+        f"model.class_parallel={class_parallel}",
+        f"plan.num_identities={num_identities}",
+        "deadline=null",
+        *(f"+cluster.figures.{figure}=1e-9" for figure in ("node_latency_us", "network_latency_us")),
+    )
+    plan, hardware = make_plan(config, find_workload(config)), hardware_of(config.cluster)
+    shown = make_replicated_step(config, plan, hardware)
+    assert shown is not None and plan.forecast is not None
+    assert shown.seconds == pytest.approx(plan.forecast.step_s.mid)
+    return shown, min(hardware["network_gbps"], hardware["node8_gbps"]) * 1e9
+
+
+def test_the_reduction_over_time_is_that_of_the_backbone_and_of_a_whole_head() -> None:
+    """2 bytes (bf16) of 87.6 M weights and 512 numbers of each identity, twice around a ring of 32."""
+    shown, bytes_s = replicated(class_parallel=False)
+    expected = 2 * 31 / 32 * 2 * (87.6e6 + 512 * 100_000) / bytes_s
+    assert shown.hidden_s + shown.exposed_s == pytest.approx(expected, rel=0.01)
+    assert shown.classes_s == 0
+
+
+def test_a_class_parallel_head_has_collectives_of_its_own_over_time() -> None:
+    """512 numbers of fp32 for each of 4,096 images gathered, their gradients reduced, three sums of one
+    number each; the centres are not reduced."""
+    shown, bytes_s = replicated(class_parallel=True)
+    sent = 2 * 31 / 32 * 4 * 512 * 4096 + 3 * 2 * 31 / 32 * 4 * 4096
+    assert shown.classes_s == pytest.approx(sent / bytes_s, rel=0.01)
+    assert shown.hidden_s + shown.exposed_s == pytest.approx(2 * 31 / 32 * 2 * 87.6e6 / bytes_s, rel=0.01)
+
+
+def test_a_rank_alone_has_its_step_over_time_without_figures_of_links() -> None:
+    one = ("cluster.num_nodes=1", "cluster.ranks_per_node=1", "optim.gradient_compression=none")
+    config = configured("+exp=vision_city", *one, "deadline=null", "parallelism.microbatch_size=128")
+    known = hardware_of(config.cluster)
+    alone = Hardware("mine", {name: known.figures[name] for name in known.figures if name not in LINKS})
+    plan = make_plan(config, find_workload(config))
+    shown = make_replicated_step(config, plan, alone)
+    assert shown is not None and (shown.hidden_s, shown.exposed_s, shown.classes_s) == (0, 0, 0)
+
+
 def test_dots_of_the_curve_lie_below_the_deadline_where_they_meet_it() -> None:
     svg, sizes = drawings(page_of("vision"), "nodes"), vision().sizes
     known = {s.num_nodes: s.forecast.total_s.mid for s in sizes if s.forecast and s.forecast.total_s}
@@ -269,12 +321,15 @@ def test_dots_of_the_curve_lie_below_the_deadline_where_they_meet_it() -> None:
 def test_the_curve_goes_through_the_runs_own_time_whatever_would_be_chosen_for_as_many_nodes() -> None:
     page = vision()
     plan = page.plan
-    assert plan is not None and plan.forecast is not None and plan.forecast.total_s is not None
-    slower = replace(plan, forecast=replace(plan.forecast, total_s=plan.forecast.total_s.scaled(2.0)))
+    assert plan is not None and plan.forecast is not None
+    total, days = plan.forecast.total_s, plan.forecast.days
+    assert total is not None and days is not None
+    twice = replace(plan.forecast, total_s=total.scaled(2.0), days=days.scaled(2.0))
+    slower = replace(plan, forecast=twice)
     for sizes in ([size for size in page.sizes if size.num_nodes != 4], page.sizes):
         text = make_page(replace(page, plan=slower, sizes=sizes))
         (own,) = of_class(drawings(text, "nodes"), "own")
-        assert float(own.get("data-seconds", 0)) == pytest.approx(2 * plan.forecast.total_s.mid, abs=0.1)
+        assert float(own.get("data-seconds", 0)) == pytest.approx(2 * total.mid, abs=0.1)
 
 
 def test_a_layout_that_few_numbers_of_nodes_carry_is_set_beside_the_best_of_half_and_twice_as_many() -> None:
@@ -411,7 +466,7 @@ def test_a_run_whose_length_nobody_knows_has_a_page_with_its_step() -> None:
 
 def test_a_refused_run_has_a_page_that_says_why_and_what_would_do(tmp_path: Path) -> None:
     path = tmp_path / "plan.html"
-    flags = Namespace(html=str(path), json=False, compare=[], trace=False)
+    flags = Namespace(html=str(path), json=False, compare=[], trace=False, slurm=False)
     with pytest.raises(PlanError):
         plan_verb(configured("+exp=vision_city", "deadline=22h"), flags, lambda _: Config())
     shown = Reader(path.read_text()).text
@@ -422,7 +477,7 @@ def test_a_refused_run_has_a_page_that_says_why_and_what_would_do(tmp_path: Path
 
 def test_a_run_that_no_force_helps_has_a_page_without_a_plan(tmp_path: Path) -> None:
     path = tmp_path / "plan.html"
-    flags = Namespace(html=str(path), json=False, compare=[], trace=False)
+    flags = Namespace(html=str(path), json=False, compare=[], trace=False, slurm=False)
     with pytest.raises(PlanError):
         plan_verb(configured("+exp=vision_city", "optim.global_batch_size=4097"), flags, lambda _: Config())
     shown = Reader(path.read_text()).text
