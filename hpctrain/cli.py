@@ -81,7 +81,7 @@ def no_verb(word: str) -> ConfigError:
 def resume(arguments: argparse.Namespace) -> int:
     """Send a run again from its own folder, with changes of shape if given."""
     from hpctrain.config.load import load_config
-    from hpctrain.launch.submit import check_not_live, checked_plan, submit
+    from hpctrain.launch.submit import check_not_live, checked_plan, done_already, submit
     from hpctrain.run.directory import find_run
 
     run = find_run(arguments.run)
@@ -92,6 +92,8 @@ def resume(arguments: argparse.Namespace) -> int:
         )
     config = load_config(run.config, arguments.overrides)
     config.name, config.run_root = run.name, str(run.path.parent)  # the folder may have been moved
+    if done := done_already(config):
+        return tell(done, arguments.json)
     plan = checked_plan(config)
     check_not_live(run)
     run.stop.unlink(missing_ok=True)
@@ -179,6 +181,8 @@ def act(verb: str, point: Composed, flags: argparse.Namespace) -> int:
         return selftest(config, flags.json)
     if verb == "run":
         return tell(submit.run_foreground(config), flags.json)
+    if done := submit.done_already(config):
+        return tell(done, flags.json)
     found = submit.checked_plan(config)
     if not flags.json:
         print("\n".join(found.lines() + inputs.data_lines(config)), flush=True)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.config.compose import WITHOUT_DATA
-from hpctrain.config.schema import Config
+from hpctrain.config.schema import ClusterKind, Config, VisionConfig
 from hpctrain.errors import ConfigError, PlanError
-from hpctrain.launch.inputs import data_lines, find_workload
+from hpctrain.launch.inputs import check_model, data_lines, find_workload
 from hpctrain.launch.submit import checked_plan, planned
 from hpctrain.plan.hardware import hardware_of
 from hpctrain.plan.plan import RunPlan
@@ -38,27 +38,32 @@ class Planned:
 
 def plan_verb(config: Config, flags: Namespace, with_parallelism: Callable[[str], Config]) -> int:
     """Plan and show. Raises PlanError, after the tables that say what would do."""
-    named = [(name, _size_of(with_parallelism(name))) for name in flags.compare]
+    if flags.slurm and not flags.trace:
+        raise ConfigError("--slurm without --trace", "only a trace is sent as a job", "plan --trace --slurm")
+    if isinstance(config.model, VisionConfig):
+        check_model(config.model)
     asked = replace(config, parallelism=replace(config.parallelism), cluster=replace(config.cluster))
     try:
         plan = planned(config) if Path(config.data.root).name == WITHOUT_DATA else checked_plan(config)
     except PlanError as refusal:
         found, sizes = _look(asked), _sizes(asked, None, everything=flags.html is not None)
+        named = _compare(flags.compare, with_parallelism, max(1, asked.cluster.num_nodes))
         if not flags.json:
             print_tables(_tables(asked, found, sizes, named))
         if flags.html is not None:
             _write_refused(asked, found, sizes, named, str(refusal), Path(flags.html))
         raise
     sizes = _sizes(asked, plan, everything=flags.html is not None)
+    named = _compare(flags.compare, with_parallelism, plan.num_nodes)
     asked.cluster.num_nodes = plan.num_nodes
     page = Planned(config=config, plan=plan, found=_look(asked), sizes=sizes, named=named)
     if flags.html is not None:
         from hpctrain.report.plan_page import write_page
 
         write_page(page, Path(flags.html))
-    if flags.json:
+    if flags.json and not flags.trace:  # whose own JSON follows
         print(json.dumps(_to_dict(page), indent=1))
-    else:
+    if not flags.json:
         print("\n".join(plan.lines() + data_lines(config)))
         if Path(config.data.root).name == WITHOUT_DATA:
             print("data    none given: data.root=FOLDER before it is submitted")
@@ -115,7 +120,7 @@ def _sizes(config: Config, plan: RunPlan | None, *, everything: bool = False) ->
     """Up to the fewest that meet the deadline, one more, and twice as many; everything: for a curve."""
     wanted, workload, most = deadline_s(config), find_workload(config), config.plan.max_nodes
     is_known = plan.forecast is not None if plan else _has_figures(config)
-    if not is_known or (wanted is None and not everything):
+    if not is_known or config.cluster.kind is ClusterKind.local or (wanted is None and not everything):
         return []
     if everything:
         return _curve(config, workload, plan.num_nodes if plan else max(1, config.cluster.num_nodes))
@@ -123,8 +128,8 @@ def _sizes(config: Config, plan: RunPlan | None, *, everything: bool = False) ->
     if config.cluster.num_nodes == -1 and plan is not None:
         sizes = make_sizes(config, workload, [max(1, plan.num_nodes // 2), plan.num_nodes])
     else:
-        sizes = sizes_up_to(config, workload, wanted)
-    last = len(sizes) and sizes[-1].num_nodes
+        sizes = sizes_up_to(config, workload, wanted, surely=not config.parallelism.auto)
+    last = sizes[-1].num_nodes if sizes else 0
     more = {last + 1, 2 * last, config.cluster.num_nodes}
     return sizes + make_sizes(config, workload, sorted(n for n in more if last < n <= most))
 
@@ -145,8 +150,11 @@ def _curve(config: Config, workload: Workload | None, own: int) -> list[Size]:
     ]
 
 
-def _size_of(config: Config) -> Size:
-    return make_size(config, find_workload(config), config.cluster.num_nodes)
+def _compare(
+    names: list[str], with_parallelism: Callable[[str], Config], num_nodes: int
+) -> list[tuple[str, Size]]:
+    configs = [(name, with_parallelism(name)) for name in names]
+    return [(name, make_size(config, find_workload(config), num_nodes)) for name, config in configs]
 
 
 def _tables(
@@ -160,7 +168,8 @@ def _tables(
     wanted = deadline_s(config)
     if wanted is not None and any(size.plan is not None for size in sizes):
         needed = fewest_nodes(sizes, wanted) or sizes[-1].num_nodes
-        shown = {max(1, needed // 2), needed, needed + 1, 2 * needed, config.cluster.num_nodes}
+        surely = fewest_nodes(sizes, wanted, surely=True) or needed
+        shown = {max(1, needed // 2), needed, needed + 1, surely, 2 * needed, config.cluster.num_nodes}
         tables.append(size_table(sizes, wanted, sorted(shown)))
     return tables
 

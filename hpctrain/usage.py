@@ -62,7 +62,12 @@ def config_flags(verb: str) -> argparse.ArgumentParser:
         parser.add_argument("--html", metavar="FILE")
         parser.add_argument("--trace", action="store_true")
         parser.add_argument("--slurm", action="store_true")
-        parser.add_argument("--compare", type=lambda text: text.split(","), default=[], metavar="A,B")
+        parser.add_argument(
+            "--compare",
+            type=lambda text: [name for name in text.split(",") if name],
+            default=[],
+            metavar="A,B",
+        )
     if verb == "doctor":
         parser.add_argument("--write-cluster", metavar="NAME")
     if verb == "calibrate":

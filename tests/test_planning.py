@@ -79,7 +79,7 @@ def test_the_planner_chooses_when_it_is_asked(run: Run) -> None:  # noqa: F811
         (["+exp=vision_city", "plan.hours_per_day=30"], "plan.hours_per_day=30.0: a day has 24"),
         (["+exp=vision_city", "plan.price_per_gpu_hour=-1"], "plan.price_per_gpu_hour=-1.0"),
         (["+exp=vision_city", "plan.max_nodes=0"], "plan.max_nodes=0"),
-        (["+exp=vision_city", "+cluster.figures.overlap=0"], "a figure is positive"),
+        (["+exp=vision_city", "+cluster.figures.overlap=0"], "a figure is positive and finite"),
         ([LAPTOP, "parallelism=auto"], "hpctrain calibrate"),
         (["+exp=vision_city", "cluster.hardware=abacus"], "cluster.hardware=abacus: the catalogue has"),
         (["+exp=vision_city", "+cluster.figures.speed=9"], "cluster.figures.speed=9"),

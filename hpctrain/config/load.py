@@ -72,6 +72,11 @@ def to_dict(config: Config) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
+def read_yaml(path: Path) -> Any:
+    """What a file holds, as it stands there."""
+    return OmegaConf.to_container(OmegaConf.load(path))
+
+
 def save_config(config: Config, path: Path) -> None:
     path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
 

@@ -162,7 +162,7 @@ class ParallelismConfig:
     dp_shard: int = 1  #: ranks that share one replica's parameters (FSDP)
     tp: int = 1  #: ranks that share each matrix
     microbatch_size: int | None = (
-        None  #: samples per data-parallel rank per forward; null takes the whole share
+        None  #: samples per data-parallel rank per forward; null takes the whole share that fits
     )
     schedule: Schedule = Schedule["1f1b"]  #: order of microbatches in the pipeline
     stages_per_rank: int = 1  #: pipeline stages on each rank; more than 1 with interleaved_1f1b only

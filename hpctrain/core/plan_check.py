@@ -39,7 +39,7 @@ class PlanCheck:
         if self._on_gpu and self._plan.memory:
             facts |= {
                 "memory_gib": record["memory_gib"],
-                "planned_memory_gib": self._plan.memory[0].total / GIB,  # rank 0 is at its first place
+                "planned_memory_gib": self._plan.memory[0].tensors / GIB,  # rank 0 is at its first place
             }
         self._ledger.append("compared", attempt=self._attempt, **facts)
         return facts

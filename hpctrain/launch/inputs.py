@@ -52,7 +52,19 @@ def _read_meta(config: Config) -> dict[str, Any] | None:
     path = Path(config.data.root) / "train" / "meta.json"
     if not path.is_file():
         return None
-    meta: dict[str, Any] = json.loads(path.read_text())
+    kind = config.data.kind
+    needed = ("num_tokens", "vocab_size") if kind == "tokens" else ("num_samples", "identities", "shards")
+    try:
+        meta: dict[str, Any] = json.loads(path.read_text())
+        missing = [key for key in needed if key not in meta] if meta.get("kind", "images") == kind else []
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
+        missing = [str(error)]
+    if missing:
+        raise ConfigError(
+            f"data.root={config.data.root}",
+            f"its train/meta.json is damaged or of another version: {', '.join(missing)}",
+            f"pack it again: hpctrain data {kind} SOURCE OUT",
+        )
     return meta
 
 
@@ -60,7 +72,7 @@ def find_workload(config: Config) -> Workload | None:
     """What an epoch reads: packed data as counted, else what `plan.num_samples` or `plan.num_tokens` says."""
     meta, told = _read_meta(config), config.plan
     if isinstance(config.data, TokenDataConfig):
-        num_tokens = meta.get("num_tokens") if meta else told.num_tokens
+        num_tokens = meta.get("num_tokens") if meta else told.num_tokens  # None: images lie there
         if num_tokens is None:
             return None
         length = config.data.sequence_length

@@ -8,9 +8,10 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hpctrain import slurm
-from hpctrain.config.load import load_config, save_config, to_dict
+from hpctrain.config.load import load_config, read_yaml, save_config, to_dict
 from hpctrain.config.schema import (
     ClusterKind,
     Config,
@@ -79,7 +80,24 @@ def planned(config: Config) -> RunPlan:
     workload = find_workload(config)
     chosen = choose(config, workload, frozenset(exhausted))
     config.cluster, config.parallelism = chosen.cluster, chosen.parallelism
-    return make_plan(config, workload, exhausted)
+    return make_plan(config, workload, exhausted, done_steps=_saved_step(config))
+
+
+def _saved_step(config: Config) -> int:
+    """The step that a start of this run would go on from."""
+    if config.name is None or not run_directory(config).ledger.exists():
+        return 0
+    attempts = Ledger(run_directory(config).ledger).attempts()
+    return max((attempt.saved_step or 0 for attempt in attempts), default=0)
+
+
+def done_already(config: Config) -> Submitted | None:
+    """What there is to say of a run that is done: no plan could change it."""
+    run = run_directory(config)
+    if not run.done.exists():
+        return None
+    check_identity(run, config)
+    return Submitted(run, None, "is done already")
 
 
 def check_identity(run: RunDirectory, config: Config) -> None:
@@ -94,6 +112,25 @@ def check_identity(run: RunDirectory, config: Config) -> None:
             listed,
             f"name={run.name}-{digest(to_dict(config))}, or take the values of the first submission",
         )
+
+
+def check_code_knows(run: RunDirectory, config: Config) -> None:
+    """Code that was frozen by an older hpctrain refuses keys that are newer."""
+    newer = sorted(_keys(to_dict(config)) - _keys(read_yaml(run.config)))
+    if newer:
+        raise ConfigError(
+            f"resume {run.name} with the code that was frozen",
+            f"it is older than {', '.join(newer[:4])} of the config",
+            f"hpctrain resume {run.name} --code=now",
+        )
+
+
+def _keys(fields: Any, depth: int = 2) -> set[str]:
+    """Names of the outer levels of a config; deeper ones are tables that users fill."""
+    if not isinstance(fields, dict) or not depth:
+        return set()
+    inner = {f"{key}.{name}" for key, value in fields.items() for name in _keys(value, depth - 1)}
+    return set(fields) | inner
 
 
 def check_not_stopped(run: RunDirectory) -> None:
@@ -125,6 +162,8 @@ def freeze(config: Config, plan: RunPlan, *, new_code: bool = True) -> RunDirect
     check_identity(run, config)
     check_not_live(run)
     check_not_stopped(run)
+    if not new_code:
+        check_code_knows(run, config)
     draw_data(config.data)
     run.create()
     if new_code or not (run.code / "current").exists():
@@ -138,9 +177,8 @@ def freeze(config: Config, plan: RunPlan, *, new_code: bool = True) -> RunDirect
 
 def submit(config: Config, plan: RunPlan, *, new_code: bool = True) -> Submitted:
     """Send the run behind a `checked_plan`; `cluster.kind=local`: carry it out here. Raises HpctrainError."""
-    if run_directory(config).done.exists():
-        check_identity(run_directory(config), config)
-        return Submitted(run_directory(config), None, "is done already")
+    if done := done_already(config):
+        return done
     if config.cluster.kind is ClusterKind.local:
         return run_here(config, plan, new_code=new_code)
     check_options(config.cluster)

@@ -84,7 +84,8 @@ class Supervisor:
             decision=decision.action,
             reason=decision.reason,
         )
-        if cause.kind is CauseKind.out_of_memory and self.plan.point:
+        # A host that is full (MemoryError) says nothing about the layout on the device.
+        if self.plan.point and "OutOfMemoryError" in cause.message:
             note_out_of_memory(
                 self.run.path.parent,
                 self.plan.point,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,6 +10,7 @@ from hpctrain.config.schema import Config, DecoderConfig, OptimizerKind, TokenDa
 from hpctrain.plan.backbones import backbone_costs
 from hpctrain.plan.batch import BatchPlan
 from hpctrain.plan.costs import trainable_parameters
+from hpctrain.plan.durations import DAY_S, parse_duration_s
 from hpctrain.plan.hardware import none_where_unknown
 from hpctrain.plan.layout import Layout
 from hpctrain.plan.stages import Stages
@@ -18,7 +18,6 @@ from hpctrain.plan.steptime import predict_step
 from hpctrain.plan.supply import Supply, Workload, data_supply
 from hpctrain.plan.uncertainty import Influence, Interval, propagate
 
-DAY_S = 86_400.0
 SAVE_MEETING_S = 2.0  # folders, hashes and the ranks' agreement, whatever the size
 
 
@@ -36,7 +35,8 @@ class Forecast:
     disk_bytes: int  #: all checkpoints that are kept, and one that is being written
     supply: Supply | None = None
     num_steps: int | None = None  #: None where nobody knows how many samples there are
-    total_s: Interval | None = None
+    done_steps: int = 0  #: of them, by the last checkpoint
+    total_s: Interval | None = None  #: of the steps that are left
     one_device_s: float | None = None  #: the same training on one device, where it fits
     is_assumed: bool = False  #: the number of samples is `plan.num_samples`, not counted in packed data
     deadline_s: float | None = None
@@ -49,6 +49,11 @@ class Forecast:
     def samples_per_s(self) -> Interval:
         step = self.step_s
         return Interval(*(self.samples_per_step / seconds for seconds in (step.high, step.mid, step.low)))
+
+    @property
+    def elapsed_s(self) -> Interval | None:
+        """By the calendar, which is what a deadline counts."""
+        return self.days.scaled(DAY_S) if self.days else None
 
     @property
     def speed_up(self) -> float | None:
@@ -76,6 +81,7 @@ def make_forecast(
     stages: Stages,
     hardware: Hardware,
     workload: Workload | None,
+    done_steps: int = 0,
 ) -> Forecast | None:
     """Predict a run's time; None where the figures or the model's costs are not known."""
     parts = step_parts(config, layout, batch, stages, hardware, workload)
@@ -91,7 +97,8 @@ def make_forecast(
     size = checkpoint_bytes(config, workload.num_identities if workload else None)
     if workload is not None:
         steps = num_steps = config.optim.num_epochs * -(-workload.num_samples // batch.global_batch_size)
-        total, _ = propagate(lambda figures: total_s(config, figures, size, steps, step_s(figures)), hardware)
+        left = max(0, steps - done_steps)
+        total, _ = propagate(lambda figures: total_s(config, figures, size, left, step_s(figures)), hardware)
     step, influences = propagate(step_s, hardware)
     hours = total.scaled(1 / 3600) if total else None
     price = told.price_per_gpu_hour
@@ -106,6 +113,7 @@ def make_forecast(
         disk_bytes=size * (_num_kept(config, num_steps) + 1),
         supply=data_supply(config.cluster, config.data, workload, hardware) if workload else None,
         num_steps=num_steps,
+        done_steps=done_steps,
         total_s=total,
         one_device_s=_one_device_s(config, batch, hardware, num_steps, workload),
         is_assumed=workload is not None and not workload.is_packed,
@@ -194,34 +202,3 @@ def _one_device_s(
     identities = workload.num_identities if workload else None
     step = predict_step(config, layout, alone, (), hardware, num_identities=identities)
     return None if step is None else num_steps * step.seconds
-
-
-def parse_duration_s(text: str) -> float | None:
-    """`36h`, `1d12h`, `90m` in seconds; None for anything else."""
-    if not re.fullmatch(r"(\d+(\.\d+)?[dhm])+", text):
-        return None
-    units = {"d": DAY_S, "h": 3600.0, "m": 60.0}
-    return sum(float(number) * units[unit] for number, unit in re.findall(r"([\d.]+)([dhm])", text))
-
-
-def duration_text(seconds: float) -> str:
-    """`36.0 h`, `4.2 days`, `12 min`."""
-    return _in_unit(seconds, seconds)
-
-
-def range_text(total: Interval) -> tuple[str, str]:
-    """A time and its range in the same unit: `3.1 days`, `2.7–4.0 days`."""
-    low = _in_unit(total.low, total.mid).split()[0]
-    return duration_text(total.mid), f"{low}–{_in_unit(total.high, total.mid)}"
-
-
-def span_text(total: Interval) -> str:
-    """`34.2 h (31.0–38.5 h)`."""
-    return "{} ({})".format(*range_text(total))
-
-
-def _in_unit(seconds: float, like_s: float) -> str:
-    """Seconds in the unit that suits another time."""
-    if like_s >= 3 * DAY_S:
-        return f"{seconds / DAY_S:.1f} days"
-    return f"{seconds / 3600:.1f} h" if like_s >= 7200 else f"{seconds / 60:.0f} min"

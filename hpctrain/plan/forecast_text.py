@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hpctrain.config.schema import Config
-from hpctrain.plan.forecast import Forecast, duration_text, parse_duration_s, span_text
+from hpctrain.config.schema import ClusterKind, Config
+from hpctrain.plan.durations import duration_text, parse_duration_s, span_text
+from hpctrain.plan.forecast import Forecast
 
 SMALL_SHARE = 0.01  # of a step, below which a cause is not told
 
@@ -12,8 +13,6 @@ def time_findings(config: Config, forecast: Forecast | None) -> list[str]:
     """Why a run would not be done in time, or not get on between two time limits."""
     found = []
     wanted = parse_duration_s(config.deadline) if config.deadline else None
-    if config.deadline and not wanted:
-        found.append(f"deadline={config.deadline}: write 36h, 5d or 1d12h")
     if config.deadline and forecast is not None and forecast.total_s is None:
         found.append(
             f"deadline={config.deadline}: nobody knows how long the run is; data.root of packed data, "
@@ -21,12 +20,12 @@ def time_findings(config: Config, forecast: Forecast | None) -> list[str]:
         )
     if forecast is None:
         return found
-    total = forecast.total_s
+    total, nodes = forecast.elapsed_s, config.cluster.num_nodes
     if wanted and total is not None and total.mid > wanted:
         found.append(
-            f"deadline={config.deadline}, but the run takes {span_text(total)} on "
-            f"{config.cluster.num_nodes} nodes{_why(forecast)}; cluster.num_nodes=-1 takes as many as it "
-            "needs, and `hpctrain plan` shows what each number of nodes would take"
+            f"deadline={config.deadline}, but the run takes {span_text(total)} "
+            f"{'by the calendar ' if config.plan.hours_per_day < 24 else ''}on "
+            f"{nodes} node{'s' * (nodes != 1)}{_why(forecast)}{_advice(config)}"
         )
     limit_min, lead_s = config.cluster.time_limit_min, config.cluster.signal_lead_s
     if limit_min is not None:
@@ -38,6 +37,13 @@ def time_findings(config: Config, forecast: Forecast | None) -> list[str]:
                 "come back to the same step for ever"
             )
     return found
+
+
+def _advice(config: Config) -> str:
+    if config.cluster.kind is ClusterKind.local:
+        return ""
+    more = "cluster.num_nodes=-1 takes as many as it needs, `hpctrain plan` shows them"
+    return f"; {more}"
 
 
 def _why(forecast: Forecast) -> str:
@@ -79,10 +85,12 @@ def _run_lines(forecast: Forecast) -> list[str]:
     assumed = ", if there are as many samples as plan.num_samples or num_tokens says" * forecast.is_assumed
     total = forecast.total_s
     assert total is not None
-    lines = [f"run     {forecast.num_steps:,} steps: {span_text(total)}{assumed}"]
-    if forecast.deadline_s is not None:
-        sure = "surely" if total.high <= forecast.deadline_s else "probably"
-        if total.mid <= forecast.deadline_s:
+    done = f", {forecast.done_steps:,} of them done" if forecast.done_steps else ""
+    lines = [f"run     {forecast.num_steps:,} steps{done}: {span_text(total)}{assumed}"]
+    elapsed = forecast.elapsed_s
+    if forecast.deadline_s is not None and elapsed is not None:
+        sure = "surely" if elapsed.high <= forecast.deadline_s else "probably"
+        if elapsed.mid <= forecast.deadline_s:
             lines.append(f"        meets its deadline of {duration_text(forecast.deadline_s)} {sure}")
     if forecast.one_device_s is not None and forecast.speed_up is not None:
         lines.append(
@@ -104,4 +112,7 @@ def _supply_line(forecast: Forecast) -> str:
     told = ", ".join(f"{name} gives {rate:,.0f}/s" for name, rate in rates.items() if rate is not None)
     waits = forecast.parts.get("data", 0.0) > 0
     verdict = f"{supply.limit} is the limit" if waits else "enough"
-    return f"supply  {wanted:,.0f} {what}/s: {told} with {supply.num_workers} loader workers: {verdict}"
+    size = f" of {supply.sample_bytes / 1e3:.0f} kB"
+    if supply.decode is not None:
+        size += f", {supply.megapixels:.2g} MP"
+    return f"supply  {wanted:,.0f} {what}/s{size}: {told} with {supply.num_workers} loader workers: {verdict}"

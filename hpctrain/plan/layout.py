@@ -72,7 +72,8 @@ def resolve_layout(
     if not open_axes and world_size != needed:
         return None, [
             f"parallelism needs {text} = {needed} ranks, but {given}; "
-            "make them equal, or set parallelism.dp_replicate=-1 to have it filled in"
+            "make them equal, or set parallelism.dp_replicate=-1 to have it filled in, or "
+            "parallelism.auto=true to have the layout chosen"
         ]
     if open_axes:
         degrees[open_axes[0]] = world_size // needed

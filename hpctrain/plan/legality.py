@@ -23,6 +23,7 @@ from hpctrain.plan.decoder_legality import (
     model_findings,
     size_findings,
 )
+from hpctrain.plan.durations import parse_duration_s
 from hpctrain.plan.layout import Layout
 
 DATA_OF = {"vision": "images", "decoder": "tokens"}  # kind of model: kind of data that it reads
@@ -169,6 +170,8 @@ def range_findings(config: Config) -> list[str]:
         found.append(
             f"profile.steps={steps}: how many steps are done when recording begins and ends, such as [10,13]"
         )
+    if config.deadline is not None and not parse_duration_s(config.deadline):
+        found.append(f"deadline={config.deadline}: write 36h, 5d or 1d12h")
     if config.plan.hours_per_day > 24:
         found.append(f"plan.hours_per_day={config.plan.hours_per_day}: a day has 24")
     decay = config.optim.ema_decay

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hpctrain.config.schema import Config, DecoderConfig
+from hpctrain.config.schema import Config, DecoderConfig, VisionConfig
 from hpctrain.errors import PlanError
+from hpctrain.plan.backbones import backbone_costs
 from hpctrain.plan.batch import BatchPlan, resolve_batch
 from hpctrain.plan.decoder_legality import batch_findings, can_be_cut
-from hpctrain.plan.fit import fit
+from hpctrain.plan.fit import fit, known_identities
 from hpctrain.plan.forecast import Forecast, make_forecast
 from hpctrain.plan.forecast_text import forecast_lines, time_findings
 from hpctrain.plan.hardware import hardware_of, peak_tflops
@@ -40,6 +41,7 @@ class RunPlan:
     peak_tflops: float | None = None  #: of a device at the run's precision
     places: tuple[str, ...] = ()  #: where the ranks of each axis sit, and warnings
     forecast: Forecast | None = None  #: None where the figures of the hardware are not known
+    time_note: str = ""  #: why there is no forecast
     point: str = ""  #: what decides how much memory it takes (`memory_point`)
     warnings: tuple[str, ...] = ()  #: what `plan.force` let pass
 
@@ -74,7 +76,7 @@ class RunPlan:
             *(f"{'places' if index == 0 else '':<8}{note}" for index, note in enumerate(self.places)),
             *self._stage_lines(),
             *self._memory_lines(),
-            *(forecast_lines(self.forecast) if self.forecast else []),
+            *(forecast_lines(self.forecast) if self.forecast else [f"time    {self.time_note}"]),
             *(f"forced  {warning}" for warning in self.warnings),
         ]
 
@@ -101,13 +103,18 @@ class RunPlan:
 
 
 def make_plan(
-    config: Config, workload: Workload | None = None, exhausted: Mapping[str, str] | None = None
+    config: Config,
+    workload: Workload | None = None,
+    exhausted: Mapping[str, str] | None = None,
+    *,
+    done_steps: int = 0,
 ) -> RunPlan:
     """Check everything that can be checked without data; raise PlanError with all findings together.
 
     Args:
         workload: what an epoch reads; None where nobody knows.
         exhausted: points at which memory ran out before, and in which run.
+        done_steps: of the run, which its next start goes on from.
     """
     cluster, model = config.cluster, config.model
     findings = range_findings(config) + combination_findings(config)
@@ -127,14 +134,17 @@ def make_plan(
     if findings:
         raise _refusal(findings)
     assert layout is not None and batch is not None
-    fitted = fit(config, layout, batch, workload.num_identities if workload else None)
+    num_identities = known_identities(config, workload.num_identities if workload else None)
+    fitted = fit(config, layout, batch, num_identities)
     stages, doubts = fitted.stages, fitted.findings
-    hardware, point = hardware_of(cluster), memory_point(config, layout, batch)
-    forecast = make_forecast(config, layout, batch, stages, hardware, workload)
+    hardware, point = hardware_of(cluster), memory_point(config, layout, batch, num_identities)
+    forecast = make_forecast(config, layout, batch, stages, hardware, workload, done_steps)
     if exhausted and point in exhausted:
+        decoder = " parallelism.checkpointing=full," if isinstance(model, DecoderConfig) else ""
         doubts.append(
-            f"memory ran out with this model, layout and microbatch before, in run {exhausted[point]}; "
-            "a smaller parallelism.microbatch_size, parallelism.checkpointing=full, or more ranks"
+            f"memory ran out with this model, layout and microbatch before, in run {exhausted[point]}; a "
+            f"smaller parallelism.microbatch_size,{decoder} or more ranks; to try it again, remove its line "
+            f"from out_of_memory.jsonl in {config.run_root}"
         )
     doubts += time_findings(config, forecast)
     if doubts and not config.plan.force:
@@ -152,9 +162,18 @@ def make_plan(
         peak_tflops=peak_tflops(hardware, config.optim),
         places=tuple(placement_notes(cluster, layout)),
         forecast=forecast,
+        time_note="" if forecast else _time_note(config),
         point=point,
         warnings=tuple(doubts),
     )
+
+
+def _time_note(config: Config) -> str:
+    hardware, deadline = config.cluster.hardware, config.deadline
+    what = f"cluster.hardware={hardware} lacks figures, which `hpctrain calibrate` measures"
+    if isinstance(config.model, VisionConfig) and backbone_costs(config.model) is None:
+        what = f"nobody has measured {config.model.backbone}: `hpctrain plan --trace` does"
+    return f"not known: {what}" + (f"; deadline={deadline} cannot be judged" if deadline else "")
 
 
 def _refusal(findings: list[str]) -> PlanError:

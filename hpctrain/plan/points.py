@@ -14,7 +14,7 @@ from hpctrain.plan.layout import AXES, Layout
 _FREE = ("pretrained", "identity_weight", "behaviour_weight", "margin", "margin_rad", "margin_scale")
 
 
-def memory_point(config: Config, layout: Layout, batch: BatchPlan) -> str:
+def memory_point(config: Config, layout: Layout, batch: BatchPlan, num_identities: int | None = None) -> str:
     """Twelve hex digits of the model, the layout and what goes with it, and the device."""
     parallelism, optim = config.parallelism, config.optim
     facts: dict[str, Any] = {
@@ -31,7 +31,9 @@ def memory_point(config: Config, layout: Layout, batch: BatchPlan) -> str:
         ],
         "length": config.data.sequence_length if isinstance(config.data, TokenDataConfig) else 0,
         "optim": [optim.kind, optim.precision, optim.ema_decay is not None, optim.gradient_compression],
+        "identities": num_identities,
         "hardware": config.cluster.hardware,
+        "allocator": config.cluster.env.get("PYTORCH_ALLOC_CONF"),
     }
     text = json.dumps(facts, sort_keys=True, default=lambda value: getattr(value, "name", str(value)))
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -133,7 +133,8 @@ def _judge(config: Config, option: Option, limits: _Limits, *, by_memory: bool) 
         by_memory: where it nearly fits, cut the stages by memory.
     """
     given = replace(config, parallelism=option.parallelism)
-    if limits.refused and memory_point(given, option.layout, option.batch) in limits.refused:
+    point = limits.refused and memory_point(given, option.layout, option.batch, limits.num_identities)
+    if point in limits.refused:
         return replace(option, fits=False, refusal="memory ran out with it before")
     found = _fullest(given, option, limits, by_memory)
     if found is None:

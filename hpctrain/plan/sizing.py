@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpctrain.config.schema import Config, VisionConfig
-from hpctrain.errors import PlanError
-from hpctrain.plan.forecast import Forecast, duration_text, parse_duration_s
+from hpctrain.errors import ConfigError, PlanError
+from hpctrain.plan.durations import duration_text, parse_duration_s
+from hpctrain.plan.forecast import Forecast
 from hpctrain.plan.hardware import hardware_of
 from hpctrain.plan.layout import axes_text
 from hpctrain.plan.plan import RunPlan, make_plan
@@ -52,11 +53,7 @@ def make_size(config: Config, workload: Workload | None, num_nodes: int) -> Size
     # The question is how long it takes, whatever is allowed.
     given = replace(config, cluster=cluster, deadline=None)
     try:
-        given = choose_layout(given, workload)
-        try:
-            plan = make_plan(given, workload)
-        except PlanError:
-            plan = make_plan(_choose_microbatch(given, workload), workload)
+        plan = make_plan(choose_layout(given, workload), workload)
     except PlanError as refusal:
         return Size(num_nodes=num_nodes, plan=None, refusal=_first_line(refusal))
     return Size(num_nodes=num_nodes, plan=plan)
@@ -64,7 +61,8 @@ def make_size(config: Config, workload: Workload | None, num_nodes: int) -> Size
 
 def _first_line(refusal: PlanError) -> str:
     """The first finding, without what would change it."""
-    return str(refusal).partition("\n  - ")[2].partition("\n")[0].partition("; ")[0]
+    said = str(refusal)
+    return (said.partition("\n  - ")[2] or said).partition("\n")[0].partition("; ")[0]
 
 
 def choose(config: Config, workload: Workload | None, refused: frozenset[str] = frozenset()) -> Config:
@@ -97,25 +95,37 @@ def _needed_nodes(config: Config, workload: Workload | None) -> int:
     return nodes
 
 
-def sizes_up_to(config: Config, workload: Workload | None, deadline_s: float) -> list[Size]:
-    """Plan the run on one node, two, …, until the deadline is met or `plan.max_nodes` is reached."""
+def sizes_up_to(
+    config: Config, workload: Workload | None, deadline_s: float, *, surely: bool = False
+) -> list[Size]:
+    """Plan the run on one node, two, …, until the deadline is met (surely: by the upper end of the range) or
+    `plan.max_nodes` is reached."""
     sizes: list[Size] = []
-    while len(sizes) < config.plan.max_nodes and fewest_nodes(sizes, deadline_s) is None:
+    while len(sizes) < config.plan.max_nodes and fewest_nodes(sizes, deadline_s, surely=surely) is None:
         sizes.append(make_size(config, workload, len(sizes) + 1))
     return sizes
 
 
 def _expected_s(size: Size) -> float:
-    total = size.forecast.total_s if size.forecast else None
+    total = size.forecast.elapsed_s if size.forecast else None
     return total.mid if total else float("inf")
 
 
-def _choose_microbatch(config: Config, workload: Workload | None) -> Config:
-    """Of a vision model whose microbatch is left open, the fastest that fits; for other sizes than its own a
-    rank's whole share may be too much."""
+def _choose_microbatch(config: Config, workload: Workload | None, refused: frozenset[str]) -> Config:
+    """Of a vision model whose microbatch is left open, the fastest that fits, where a rank's whole share does
+    not."""
     if not isinstance(config.model, VisionConfig) or config.parallelism.microbatch_size is not None:
         return config
-    best = _search(config, workload, frozenset()).best
+    try:
+        plan = make_plan(replace(config, deadline=None, plan=replace(config.plan, force=False)), workload)
+    except PlanError:
+        plan = None
+    if plan is not None and plan.point not in refused:
+        return config
+    try:
+        best = _search(config, workload, refused).best
+    except ConfigError:  # no such hardware: the plan will say so
+        return config
     return replace(config, parallelism=best.parallelism) if best else config
 
 
@@ -127,12 +137,13 @@ def _search(config: Config, workload: Workload | None, refused: frozenset[str]) 
 def choose_layout(
     config: Config, workload: Workload | None = None, refused: frozenset[str] = frozenset()
 ) -> Config:
-    """The config with the fastest layout that fits where `parallelism.auto` asks for it.
+    """The config with the fastest layout that fits where `parallelism.auto` asks for it, and with a smaller
+    microbatch of a vision model where a rank's whole share does not fit.
 
     Raises PlanError: none fits.
     """
     if not config.parallelism.auto:
-        return config
+        return _choose_microbatch(config, workload, refused)
     found = _search(config, workload, refused)
     if not found.num_tried:
         raise PlanError(
@@ -150,7 +161,7 @@ def choose_layout(
 def fewest_nodes(sizes: Sequence[Size], deadline_s: float, *, surely: bool = False) -> int | None:
     """Smallest cluster whose expected time (or, surely, the upper end of its range) meets a deadline."""
     for size in sizes:
-        total = size.forecast.total_s if size.forecast else None
+        total = size.forecast.elapsed_s if size.forecast else None
         if total is not None and (total.high if surely else total.mid) <= deadline_s:
             return size.num_nodes
     return None

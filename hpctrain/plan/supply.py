@@ -30,6 +30,8 @@ class Supply:
     storage: float | None
     cached: float  #: share of the data that stays in the nodes' memory
     num_workers: int  #: of all nodes
+    sample_bytes: float
+    megapixels: float
 
     @property
     def rate(self) -> float | None:
@@ -68,4 +70,11 @@ def data_supply(
         storage = None if cached == 1.0 else bandwidth / workload.sample_bytes / (1 - cached)
     if decode is None and storage is None:
         return None
-    return Supply(decode=decode, storage=storage, cached=cached, num_workers=workers)
+    return Supply(
+        decode=decode,
+        storage=storage,
+        cached=cached,
+        num_workers=workers,
+        sample_bytes=workload.sample_bytes,
+        megapixels=workload.megapixels,
+    )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree as ET
 
-from hpctrain.plan.forecast import DAY_S
+from hpctrain.plan.durations import DAY_S
 from hpctrain.plan.sizing import Size
 from hpctrain.plan.uncertainty import Interval
 from hpctrain.report.markup import Drawing, label, line, tag, text_px, ticks
@@ -19,9 +19,9 @@ MOST_DECADES = 0.6  # of ten; what spans more has a logarithmic scale
 def known_times(sizes: Sequence[Size]) -> list[tuple[int, Interval]]:
     """Numbers of nodes whose time is known."""
     return [
-        (size.num_nodes, size.forecast.total_s)
+        (size.num_nodes, size.forecast.elapsed_s)
         for size in sizes
-        if size.forecast is not None and size.forecast.total_s is not None
+        if size.forecast is not None and size.forecast.elapsed_s is not None
     ]
 
 

@@ -10,7 +10,8 @@ from xml.etree import ElementTree as ET
 from hpctrain.config.compose import WITHOUT_DATA
 from hpctrain.config.schema import Config, DecoderConfig, VisionConfig
 from hpctrain.errors import ConfigError
-from hpctrain.plan.forecast import Forecast, duration_text, range_text
+from hpctrain.plan.durations import duration_text, range_text
+from hpctrain.plan.forecast import Forecast
 from hpctrain.plan.hardware import hardware_of
 from hpctrain.plan.layout import axes_text
 from hpctrain.plan.memory import GIB, fullest
@@ -190,7 +191,7 @@ def _time_tile(forecast: Forecast) -> ET.Element:
 
 
 def _deadline_tile(forecast: Forecast) -> ET.Element:
-    wanted, total = forecast.deadline_s, forecast.total_s
+    wanted, total = forecast.deadline_s, forecast.elapsed_s
     if wanted is None:
         return _tile("deadline", "none", "deadline=36h sets one")
     text = duration_text(wanted)

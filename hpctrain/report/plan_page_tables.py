@@ -7,7 +7,8 @@ from xml.etree import ElementTree as ET
 
 from hpctrain.config.hardware import FIGURES, Figure, Hardware
 from hpctrain.config.schema import Config
-from hpctrain.plan.forecast import Forecast, duration_text, make_forecast, span_text
+from hpctrain.plan.durations import duration_text, span_text
+from hpctrain.plan.forecast import Forecast, make_forecast
 from hpctrain.plan.layout import axes_text
 from hpctrain.plan.options import Option
 from hpctrain.plan.plan import RunPlan
@@ -64,7 +65,7 @@ def _size_row(size: Size, deadline_s: float | None) -> list[Child]:
     forecast = size.forecast
     assert forecast is not None
     cost = f"{forecast.cost.text()} {forecast.currency}" if forecast.cost else UNKNOWN
-    total, verdict = forecast.total_s, ""
+    total, verdict = forecast.elapsed_s, ""
     if total is None:
         return [str(size.num_nodes), size.layout_text(), UNKNOWN, cost, ""]
     if deadline_s is not None:

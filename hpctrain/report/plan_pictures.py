@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from xml.etree import ElementTree as ET
 
-from hpctrain.plan.forecast import Forecast, span_text
+from hpctrain.plan.durations import span_text
+from hpctrain.plan.forecast import Forecast
 from hpctrain.plan.memory import GIB, RankMemory, fullest
 from hpctrain.plan.plan import RunPlan
 from hpctrain.plan.sizing import Size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hpctrain.plan.forecast import duration_text, span_text
+from hpctrain.plan.durations import duration_text, span_text
 from hpctrain.plan.memory import GIB, fullest
 from hpctrain.plan.options import Option
 from hpctrain.plan.search import Found
@@ -63,11 +63,14 @@ def _needed(sizes: Sequence[Size], deadline_s: float) -> str:
     probably, surely = fewest_nodes(sizes, deadline_s), fewest_nodes(sizes, deadline_s, surely=True)
     if probably is None:
         return f"more than {sizes[-1].num_nodes}"
-    return f"{probably}" + (f" probably, {surely} surely" if surely not in (None, probably) else "")
+    looked_at = {size.num_nodes for size in sizes}
+    if surely in (None, probably) or not looked_at >= set(range(1, surely or 0)):
+        return str(probably)
+    return f"{probably} probably, {surely} surely"
 
 
 def _verdict(size: Size, deadline_s: float | None) -> str:
-    total = size.forecast.total_s if size.forecast else None
+    total = size.forecast.elapsed_s if size.forecast else None
     if deadline_s is None or total is None:
         return ""
     if total.high <= deadline_s:

@@ -23,6 +23,6 @@ def find_out_of_memory(run_root: Path) -> dict[str, str]:
         try:
             fields = json.loads(line)
             found[fields["point"]] = f"{fields['run']} ({fields['attempt']})"
-        except (json.JSONDecodeError, KeyError):
+        except (json.JSONDecodeError, KeyError, TypeError):
             continue  # a line that was cut off by a full disk
     return found

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from hpctrain.config.compose import resolve_config
-from hpctrain.config.schema import ClusterConfig, ClusterKind, Config, Device, GpuRequest
+from hpctrain.config.schema import ClusterConfig, ClusterKind, Config, Device, GpuRequest, ImageDataConfig
 from hpctrain.errors import ClusterError, ConfigError
 from hpctrain.launch import inputs, script, submit
 from hpctrain.launch.snapshot import code_digest, package_root
@@ -320,3 +321,25 @@ def test_a_spurious_start_of_a_finished_run_is_harmless(tmp_path: Path) -> None:
     run.done.touch()
     assert supervise(str(run.path)) == 0
     assert Ledger(run.ledger).attempts() == []
+
+
+def test_code_that_was_frozen_by_an_older_version_is_not_given_keys_that_it_refuses(tmp_path: Path) -> None:
+    config = Config(name="city", run_root=str(tmp_path / "runs"))
+    config.data.root = str(tmp_path / "data")
+    run = submit.freeze(config, submit.planned(config))
+    submit.freeze(config, submit.planned(config), new_code=False)
+    old = yaml.safe_load(run.config.read_text())
+    del old["plan"], old["parallelism"]["auto"]
+    run.config.write_text(yaml.safe_dump(old))
+    with pytest.raises(ConfigError, match=r"older than parallelism\.auto, plan") as refusal:
+        submit.freeze(config, submit.planned(config), new_code=False)
+    assert "--code=now" in str(refusal.value)
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "{}", '{"num_samples": 4}', "\udcff"])
+def test_a_damaged_description_of_data_is_refused_in_words(tmp_path: Path, text: str) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "meta.json").write_bytes(text.encode(errors="surrogateescape"))
+    config = Config(data=ImageDataConfig(root=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"train/meta\.json is damaged or of another version"):
+        inputs.find_workload(config)

@@ -133,7 +133,7 @@ def test_a_controller_that_is_away_is_asked_again(
 
 
 def test_memory_that_ran_out_refuses_the_next_plan_of_the_same_run(supervisor: Supervisor) -> None:
-    cause = AttemptCause(CauseKind.out_of_memory, "CUDA out of memory", 3)
+    cause = AttemptCause(CauseKind.out_of_memory, "OutOfMemoryError: CUDA out of memory", 3)
     supervisor.write_end("7_0_1", cause, Decision(Action.relaunch, "crash 1 of 2"))
     exhausted = find_out_of_memory(supervisor.run.path.parent)
     assert list(exhausted) == [supervisor.plan.point]
@@ -142,5 +142,6 @@ def test_memory_that_ran_out_refuses_the_next_plan_of_the_same_run(supervisor: S
 
 
 def test_another_end_refuses_nothing(supervisor: Supervisor) -> None:
-    supervisor.write_end("7_0_1", AttemptCause(CauseKind.crash, "ValueError"), Decision(Action.fail, "again"))
+    for kind, message in ((CauseKind.crash, "ValueError"), (CauseKind.out_of_memory, "MemoryError: host")):
+        supervisor.write_end("7_0_1", AttemptCause(kind, message), Decision(Action.fail, "again"))
     assert find_out_of_memory(supervisor.run.path.parent) == {}

@@ -12,15 +12,8 @@ from hpctrain.config.hardware import find_hardware
 from hpctrain.config.schema import Config, ImageDataConfig
 from hpctrain.errors import PlanError
 from hpctrain.launch.inputs import find_workload
-from hpctrain.plan.forecast import (
-    DAY_S,
-    checkpoint_bytes,
-    duration_text,
-    parse_duration_s,
-    save_s,
-    span_text,
-    total_s,
-)
+from hpctrain.plan.durations import DAY_S, duration_text, parse_duration_s, span_text
+from hpctrain.plan.forecast import checkpoint_bytes, save_s, total_s
 from hpctrain.plan.plan import RunPlan, make_plan
 from hpctrain.plan.sizing import choose, deadline_s, fewest_nodes, make_sizes
 from hpctrain.plan.uncertainty import Interval
@@ -155,7 +148,6 @@ def test_costs_and_calendar_days_follow_the_hours() -> None:
     ("overrides", "words"),
     [
         (["deadline=20h"], "deadline=20h, but the run takes 3"),
-        (["deadline=tomorrow"], "deadline=tomorrow: write 36h, 5d or 1d12h"),
         (["plan.num_samples=null"], "nobody knows how long the run is"),
         (["cluster.time_limit_min=2", "cluster.signal_lead_s=119"], "come back to the same step for ever"),
     ],
@@ -170,7 +162,42 @@ def test_what_cannot_be_done_in_time_is_refused_and_can_be_forced(overrides: lis
     )
 
 
+def test_a_deadline_counts_by_the_calendar() -> None:
+    """35.5 hours in which the nodes are ours 12 hours a day take 71."""
+    with pytest.raises(PlanError, match=r"but the run takes 71\.\d h .* by the calendar on 4 nodes"):
+        plan_of(composed("+exp=vision_city", "plan.hours_per_day=12"))
+    assert plan_of(composed("+exp=vision_city", "plan.hours_per_day=12", "deadline=80h")).forecast is not None
+
+
+def test_what_is_done_already_does_not_count_against_the_deadline() -> None:
+    config = composed("+exp=vision_city", "deadline=18h")
+    with pytest.raises(PlanError, match="deadline=18h"):
+        plan_of(config)
+    forecast = make_plan(config, find_workload(config), done_steps=244_150).forecast  # half of 488,300
+    whole = plan_of(composed("+exp=vision_city")).forecast
+    assert (
+        forecast is not None
+        and forecast.total_s is not None
+        and whole is not None
+        and whole.total_s is not None
+    )
+    assert forecast.total_s.mid == pytest.approx(whole.total_s.mid / 2, rel=1e-3)
+    assert forecast.speed_up == whole.speed_up
+
+
+def test_a_share_that_does_not_fit_is_cut_into_microbatches_that_do() -> None:
+    """256 images a rank on two nodes keep 30 GiB of activations; who asks for them is refused."""
+    config = composed("+exp=vision_city", "cluster.num_nodes=2", "deadline=100h")
+    plan = plan_of(choose(config, find_workload(config)))
+    assert plan.batch.num_microbatches > 1 and plan.batch.microbatch_size * plan.batch.num_microbatches == 256
+    config.parallelism.microbatch_size = 256
+    with pytest.raises(PlanError, match="a rank needs 36"):
+        plan_of(choose(config, find_workload(config)))
+
+
 def test_force_does_not_pass_what_can_never_run() -> None:
+    with pytest.raises(PlanError, match="deadline=tomorrow: write 36h, 5d or 1d12h"):
+        plan_of(composed("+exp=vision_city", "plan.force=true", "deadline=tomorrow"))
     with pytest.raises(PlanError, match="global_batch_size"):
         plan_of(composed("+exp=vision_city", "plan.force=true", "optim.global_batch_size=4097"))
 
@@ -183,8 +210,9 @@ def test_a_point_where_memory_ran_out_is_refused_the_next_time() -> None:
 
 
 def test_a_deadline_without_figures_is_no_reason_to_refuse() -> None:
-    config = composed("+exp=vision_city_laptop", "deadline=1h")
-    assert plan_of(config).forecast is None
+    plan = plan_of(composed("+exp=vision_city_laptop", "deadline=1h"))
+    assert plan.forecast is None
+    assert any("`hpctrain calibrate` measures; deadline=1h cannot be judged" in line for line in plan.lines())
 
 
 @pytest.mark.parametrize(

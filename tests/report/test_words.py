@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.plan.forecast import range_text
+from hpctrain.plan.durations import range_text
 from hpctrain.plan.uncertainty import Interval
 from hpctrain.report.markup import ticks
 from hpctrain.report.words import gib_text, numbers_text, seconds_text, unit_of

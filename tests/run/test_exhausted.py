@@ -16,5 +16,5 @@ def test_a_point_is_found_again_with_its_run(tmp_path: Path) -> None:
 def test_half_a_line_does_not_hide_the_others(tmp_path: Path) -> None:
     note_out_of_memory(tmp_path, "abc", run="city", attempt="7_0_1", message="")
     with (tmp_path / "out_of_memory.jsonl").open("a") as handle:
-        handle.write('{"point": "de')
+        handle.write('[1]\n"de"\n{"point": "de')
     assert list(find_out_of_memory(tmp_path)) == ["abc"]
