@@ -66,35 +66,30 @@ def _decode_on_one_core(bench: Bench) -> None:
 
 
 def describe(config: Config, attempt: str, mesh: Mesh) -> dict[str, Any]:
-    """Where this is: what sources of figures say, and what needs no timing."""
-    job, per_node = attempt.partition("_")[0], config.cluster.ranks_per_node
-    host, available = host_memory_bytes()
+    """Where this is: what sources of figures say, and what needs no timing. Ranks on a CPU have no memory of
+    their own: what others leave of their host's changes from minute to minute."""
+    job, device, memory = attempt.partition("_")[0], "CPU", {}
     if mesh.device.type == "cuda":
+        device = torch.cuda.get_device_name(mesh.device)
         free, total = torch.cuda.mem_get_info(mesh.device)
-        device, usable = (
-            torch.cuda.get_device_name(mesh.device),
-            free + torch.cuda.memory_reserved(mesh.device),
-        )
-    else:
-        device, total, usable = "CPU", host // per_node, available // per_node
+        usable = free + torch.cuda.memory_reserved(mesh.device)
+        memory = {"memory_gib": total / GIB, "usable_gib": usable / GIB}
     return {
         "date": date.today().isoformat(),
         "job": None if job == "local" else job,
         "nodes": config.cluster.num_nodes,
-        "ranks_per_node": per_node,
+        "ranks_per_node": config.cluster.ranks_per_node,
         "torch": torch.__version__,
         "device": device,
         "precision": config.optim.precision.name,
         "peak": "fp32_tflops" if config.optim.precision is Precision.fp32 else "bf16_tflops",
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": total / GIB,
-        "usable_gib": usable / GIB,
-        "host_memory_gib": host / GIB,
+        **memory,
+        "host_memory_gib": host_memory_bytes() / GIB,
     }
 
 
-def host_memory_bytes() -> tuple[int, int]:
-    """Memory of this host in total, and what is to be had of it."""
+def host_memory_bytes() -> int:
+    """Memory of this host."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    kib = {words[0].rstrip(":"): int(words[1]) for words in lines}
-    return kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024
+    return next(int(words[1]) for words in lines if words[0] == "MemTotal:") * 1024

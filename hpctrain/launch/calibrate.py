@@ -36,10 +36,18 @@ def calibrate(config: Config, name: str | None, as_json: bool) -> int:
     Raises:
         HpctrainError: the job cannot be sent, or it failed.
     """
-    name = name or config.cluster.hardware
+    name, is_cuda = name or config.cluster.hardware, config.cluster.device is Device.cuda
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
         raise ConfigError(f"calibrate as {name!r}", "it names a file", "letters, digits, _, - and .")
+    if is_cuda and name == "cpu":
+        raise ConfigError(
+            "calibrate cluster.device=cuda as cpu",
+            "the file of machines without GPUs would get the figures of one",
+            "--name NAME, then cluster.hardware=NAME for runs; or cluster.hardware=rtx4090, if it is one",
+        )
     before = find_hardware(name if name in known_hardware() else config.cluster.hardware)
+    if is_cuda and before.name == "cpu":  # what was measured without GPUs says nothing of them
+        before = Hardware("cpu", {n: f for n, f in before.figures.items() if f.kind != "measured"})
     run, job = carry_out(config)
     calibration = Calibration.from_dict(json.loads(run.calibration.read_text()))
     after = calibrated(name, before, calibration)
@@ -69,7 +77,12 @@ def carry_out(config: Config) -> tuple[RunDirectory, str | None]:
     sent = submit(config, make_plan(config))
     if sent.job is not None:
         _say(sent.text())
-        wait(sent.job)
+        try:
+            wait(sent.job)
+        except KeyboardInterrupt:
+            again = f"`hpctrain calibrate name={sent.run.name}` with the same options"
+            _say(f"hpctrain: job {sent.job} goes on; when it is over, {again} writes its figures")
+            raise
     if not sent.run.calibration.exists():
         raise RunError(
             f"calibration {sent.run.name} left no times",

@@ -126,7 +126,7 @@ def test_a_disk_is_measured_in_the_run_directory_where_there_are_no_data(tmp_pat
     assert write[:3] == ("write", "", 2 * 32 * 2**20)
     assert read[:3] == ("read", "run", 2 * 32 * 2**20)
     assert all(1e6 < size / seconds < 1e12 for _, _, size, seconds in (write, read))
-    assert list((tmp_path / "calibration").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_picture_that_is_decoded_has_a_cameras_size() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hpctrain.cli import compose
-from hpctrain.config.hardware import Hardware, find_hardware, save_hardware
+from hpctrain.config.hardware import Hardware, find_hardware, parse_hardware, save_hardware
 from hpctrain.config.schema import Config
 from hpctrain.errors import ConfigError, RunError
 from hpctrain.launch import calibrate as verb
+from hpctrain.launch.submit import Submitted
 from hpctrain.plan.calibration import Calibration, Row
 from hpctrain.run.directory import RunDirectory
 from tests.helpers.runs import ROOT
@@ -96,6 +99,68 @@ def test_the_times_are_kept_and_no_path_of_the_host_is_in_the_figures(calibrated
     assert "no job, 1 nodes x 2 ranks" in text
 
 
+def test_ranks_on_a_cpu_have_no_memory_of_their_own(calibrated: tuple[Path, int]) -> None:
+    """What is free now, over the ranks of now, would refuse runs at other times and of other ranks."""
+    hardware = find_hardware("cpu")
+    assert "usable_gib" not in hardware and "memory_gib" not in hardware
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    assert hardware["host_memory_gib"] == pytest.approx(host, rel=0.01)
+
+
+def test_nothing_that_was_written_to_be_read_back_stays_in_the_run_folder(
+    calibrated: tuple[Path, int],
+) -> None:
+    folder, _ = calibrated
+    assert not (folder / "runs" / "calibrate-1" / "calibration").exists()
+
+
+def test_the_name_of_a_calibration_picks_its_result_up_without_measuring_again(
+    calibrated: tuple[Path, int],
+) -> None:
+    folder, _ = calibrated
+    figures = folder / ".config/hpctrain/cluster/hardware/cpu.yaml"
+    times = RunDirectory(folder / "runs" / "calibrate-1").calibration
+    written, measured_ns = figures.read_text(), times.stat().st_mtime_ns
+    figures.unlink()
+    assert verb.calibrate(make_config("name=calibrate-1"), None, as_json=True) == 0
+    assert figures.read_text() == written and times.stat().st_mtime_ns == measured_ns
+
+
+def test_who_stops_waiting_is_told_how_to_pick_the_result_up(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def press(job: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        verb, "submit", lambda *_: Submitted(RunDirectory(home / "runs/calibrate-1"), "7", "")
+    )
+    monkeypatch.setattr(verb.slurm, "job", press)
+    with pytest.raises(KeyboardInterrupt):
+        verb.calibrate(make_config(), None, as_json=False)
+    assert re.search("job 7 goes on.*`hpctrain calibrate name=calibrate-1`", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", [None, "cpu"])
+def test_figures_of_gpus_do_not_go_into_the_file_of_machines_without(home: Path, name: str | None) -> None:
+    config = make_config("cluster.device=cuda")
+    assert config.cluster.hardware == "cpu"
+    with pytest.raises(ConfigError, match="--name NAME"):
+        verb.calibrate(config, name, as_json=False)
+    assert not (home / "runs").exists()
+
+
+def test_what_was_measured_on_a_cpu_is_not_kept_for_gpus(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = parse_hardware("cpu", "node2_gbps: {value: 1.2, kind: measured, source: job 7}", "")
+    save_hardware(Hardware("cpu", {**find_hardware("cpu").figures, **measured.figures}))
+    run = RunDirectory(home / "runs" / "calibrate-1")
+    run.path.mkdir(parents=True)
+    run.calibration.write_text(json.dumps(Calibration(PLACE, [Row("read", 1e9, [0.5])]).to_dict()))
+    monkeypatch.setattr(verb, "carry_out", lambda config: (run, "8"))
+    assert verb.calibrate(make_config("cluster.device=cuda"), "mine", as_json=True) == 0
+    assert set(find_hardware("mine").figures) == {"requeue_s", "storage_gbps", "storage_total_gbps"}
+
+
 def test_what_was_not_measured_keeps_its_value_kind_and_source() -> None:
     before = find_hardware("rtx4090")
     calibration = Calibration(PLACE, [Row("read", 1e9, [0.5]), Row("matmul", 1e12, [0.01])])
@@ -134,8 +199,6 @@ def test_a_name_that_is_no_file_is_refused(home: Path) -> None:
 
 
 def test_a_run_that_leaves_no_times_writes_no_figures(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hpctrain.launch.submit import Submitted
-
     run = RunDirectory(home / "runs" / "calibrate-1")
     monkeypatch.setattr(verb, "submit", lambda config, plan: Submitted(run, None, "is not done"))
     with pytest.raises(RunError, match="left no times"):
