@@ -129,20 +129,19 @@ def fit_rows(rows: Sequence[Row]) -> tuple[Range, Range]:
     return intercept, slope
 
 
-def _inverse(slope: Range) -> Range | None:
-    return Range(1 / slope.value, 1 / slope.high, 1 / slope.low) if slope.low > 0 else None
-
-
-def _links(rows: Sequence[Row]) -> tuple[Range | None, Range | None]:
+def _links(rows: Sequence[Row]) -> tuple[Range | None, Range]:
     """Seconds of a hop, and bytes a second on the busiest way, of one kind of collective in one group."""
     what, ranks = rows[0].what, rows[0].ranks
     rounds = COLLECTIVES.get(what)
     hops = 1 if rounds is None else rounds * (ranks - 1)
     share = 1.0 if rounds is None else rounds * (ranks - 1) / ranks
     intercept, slope = fit_rows(rows)
-    bandwidth = _inverse(slope)
     hop = intercept.times(1 / hops) if intercept.value > 0 else None
-    return hop, bandwidth.times(share) if bandwidth else None
+    if slope.low > 0:
+        bandwidth = Range(1 / slope.value, 1 / slope.high, 1 / slope.low)
+    else:  # a busy machine: times do not grow with size, and the largest size says what is reached
+        bandwidth = rate(max(rows, key=lambda row: row.size))
+    return hop, bandwidth.times(share)
 
 
 def link_figures(calibration: Calibration) -> dict[str, Range]:

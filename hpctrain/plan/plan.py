@@ -40,6 +40,7 @@ class RunPlan:
     usable_gib: float | None = None  #: memory of a device that a process can use
     peak_tflops: float | None = None  #: of a device at the run's precision
     places: tuple[str, ...] = ()  #: where the ranks of each axis sit, and warnings
+    num_identities: int | None = None  #: of a vision model's training images, where it is known
     forecast: Forecast | None = None  #: None where the figures of the hardware are not known
     time_note: str = ""  #: why there is no forecast
     point: str = ""  #: what decides how much memory it takes (`memory_point`)
@@ -161,6 +162,7 @@ def make_plan(
         usable_gib=hardware.get("usable_gib"),
         peak_tflops=peak_tflops(hardware, config.optim),
         places=tuple(placement_notes(cluster, layout)),
+        num_identities=num_identities,
         forecast=forecast,
         time_note="" if forecast else _time_note(config),
         point=point,

@@ -49,7 +49,12 @@ class Found:
 
 def most_costly(step: StepTime) -> str:
     """What a step spends most on beside computing."""
-    names = {"tp": "all-reduces of tp", "dp": "gathers and reductions of dp", "pp": "sends of pp"}
+    names = {
+        "tp": "all-reduces of tp",
+        "dp": "gathers and reductions of dp",
+        "pp": "sends of pp",
+        "classes": "the shared head",
+    }
     cause, seconds = max(
         ((cause, seconds) for cause, seconds in step.parts.items() if cause != "compute"),
         key=lambda part: part[1],

@@ -225,7 +225,9 @@ def used_figures(config: Config, plan: RunPlan | None, hardware: Hardware) -> se
     certain = {name: _certain(figure) for name, figure in hardware.figures.items()}
     recorder = _Recorder(certain)
     known: Forecast | None = plan.forecast
-    workload = Workload(num_samples=1, sample_bytes=1.0) if known and known.supply else None
+    workload = None
+    if known and known.supply:
+        workload = Workload(num_samples=1, sample_bytes=1.0, num_identities=plan.num_identities)
     make_forecast(config, plan.layout, plan.batch, plan.stages, Hardware(hardware.name, recorder), workload)
     return recorder.asked | ({"usable_gib"} if plan.memory else set())
 

@@ -210,7 +210,7 @@ def make_replicated_step(config: Config, plan: RunPlan, hardware: Hardware) -> R
         return None
     # A rank alone may not know what hides: it has nothing to hide.
     open_links = hardware.with_value("overlap", 1e-9) if "overlap" in hardware else hardware
-    identities = config.plan.num_identities
+    identities = plan.num_identities
     unhidden = predict_step(config, plan.layout, plan.batch, (), open_links, num_identities=identities)
     parts = forecast.parts
     if unhidden is None:

@@ -96,6 +96,7 @@ def moved(rank: int, world: int) -> list[float]:
         work()
         dist.barrier()
         before = _sent_bytes()
+        dist.barrier()  # nobody sends before it was read
         for _ in range(3):
             work()
         dist.barrier()

@@ -103,11 +103,10 @@ CELLS = [
     # in fp32, loss and norm alone
     Cell(dp_replicate=2, sequences=24, num_microbatches=3, precision="fp32"),
     Cell(pp=2, dp_shard=2, tp=2, sequence_parallel=True, checkpointing="full", precision="fp32"),
-    # compiled blocks
-    Cell(compiled=True, layers=2, tp=2, sequence_parallel=True),
 ]
 # Compiling takes each rank a core for half a minute.
 LONG_CELLS = [
+    Cell(compiled=True, layers=2, tp=2, sequence_parallel=True),
     Cell(compiled=True, layers=2),
     Cell(compiled=True, layers=2, pp=2, dp_shard=2, checkpointing="full"),
     Cell(compiled=True, layers=2, tp=2, checkpointing="selective", lora=2, dropout=0.2),

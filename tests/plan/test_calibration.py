@@ -90,6 +90,14 @@ def test_a_message_has_one_hop_and_its_whole_size() -> None:
     assert figures(*rows) == {"send_gbps": pytest.approx(4.0), "node_latency_us": pytest.approx(5.0)}
 
 
+def test_times_that_do_not_grow_with_size_leave_the_rate_of_the_largest() -> None:
+    """A busy machine: one process waits for the other, whatever it sends."""
+    rows = [Row("send", size, [0.1 - i * 0.01] * 3, "node2", 2) for i, size in enumerate(SIZES)]
+    assert figures(*rows)["send_gbps"] == pytest.approx(
+        32 * 1024**2 / 0.08 * 1e-9, rel=1e-3
+    )  # four digits are kept
+
+
 def test_the_range_of_a_link_holds_all_kinds_of_collectives() -> None:
     slow = [replace(row, seconds=[2 * s for s in row.seconds]) for row in ring_rows("node2", 2)[:3]]
     found = figures_of(Calibration(PLACE, slow + ring_rows("node2", 2)[3:]), None)["node2_gbps"]

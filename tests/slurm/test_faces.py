@@ -85,6 +85,7 @@ def baselines() -> dict[str, tuple[float, float]]:
     }
 
 
+@pytest.mark.long
 def test_a_network_trained_on_two_nodes_verifies_people_it_never_saw(cluster: Cluster) -> None:
     run = cluster.submit("faces", "seed=0", *RECIPE)
     assert run.wait_until_over(600) == "COMPLETED", run.story()

@@ -59,6 +59,7 @@ def paced(cluster: Cluster, seconds: float) -> str:
     return f'cluster.setup=["export PYTHONPATH={cluster.folder}"]'
 
 
+@pytest.mark.long  # a preempted run of test_callbot, and one at its time limit below, are held to the same
 def test_a_run_preempted_twice_equals_the_undisturbed_one_bit_for_bit(cluster: Cluster) -> None:
     undisturbed = cluster.submit("undisturbed", FORTY_STEPS, "cluster.ranks_per_node=2")
     assert undisturbed.wait_until_over() == "COMPLETED", undisturbed.story()
@@ -265,7 +266,11 @@ if "hpctrain.launch.rank" in " ".join(sys.orig_argv):
 
 
 @pytest.mark.parametrize(
-    "mutation", [pytest.param("restarts from step 0", marks=pytest.mark.long), "repeats a batch"]
+    "mutation",
+    [
+        pytest.param(mutation, marks=pytest.mark.long)
+        for mutation in ("restarts from step 0", "repeats a batch")
+    ],
 )
 def test_the_comparison_notices_a_run_that(cluster: Cluster, undisturbed: Run, mutation: str) -> None:
     (cluster.folder / "sitecustomize.py").write_text(MUTATIONS[mutation])
