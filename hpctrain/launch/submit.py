@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from hpctrain.config.schema import (
     ClusterKind,
     Config,
 )
-from hpctrain.errors import ConfigError, PlanError
+from hpctrain.errors import ClusterError, ConfigError, PlanError
 from hpctrain.launch.environment import allocation, submit_folder
 from hpctrain.launch.inputs import check_data, check_model, draw_data, find_workload
 from hpctrain.launch.script import check_options, check_sbatch, clean_environment, make_executor, refused
 from hpctrain.launch.snapshot import code_digest, current_code, freeze_code, package_root, source_facts
 from hpctrain.launch.supervise import supervise
+from hpctrain.plan.forecast_text import time_findings
 from hpctrain.plan.plan import RunPlan, make_plan
 from hpctrain.plan.sizing import choose
 from hpctrain.run.directory import RunDirectory, write_json
@@ -98,6 +100,32 @@ def done_already(config: Config) -> Submitted | None:
         return None
     check_identity(run, config)
     return Submitted(run, None, "is done already")
+
+
+def check_partition(config: Config, plan: RunPlan) -> None:
+    """Refuse a time limit that the partition does not allow, and a partition whose own limit is too short to
+    get on: Slurm takes both jobs, and lets the first wait for ever. Raises PlanError."""
+    cluster = config.cluster
+    found = []
+    with suppress(ClusterError):  # sbatch will say what is wrong
+        found = [each for each in slurm.partitions() if each.name == cluster.partition or each.is_default]
+    partition = next((each for each in found if each.name == cluster.partition), None)
+    if cluster.partition is None:
+        partition = next(iter(found), None)
+    if partition is None or config.plan.force:
+        return
+    limit_min, most_s = cluster.time_limit_min, partition.max_time_s
+    if limit_min is not None and most_s is not None and limit_min * 60 > most_s:
+        raise PlanError(
+            f"cluster.time_limit_min={limit_min}, but partition {partition.name} allows {most_s // 60} "
+            "minutes, and the job would wait for ever; a shorter limit (the run requeues itself), or another "
+            "partition"
+        )
+    own_s = partition.default_time_s or most_s
+    if limit_min is None and own_s is not None:
+        limited = replace(config, deadline=None, cluster=replace(cluster, time_limit_min=own_s // 60))
+        for finding in time_findings(limited, plan.forecast):
+            raise PlanError(f"partition {partition.name} gives {own_s // 60} minutes unless asked: {finding}")
 
 
 def check_identity(run: RunDirectory, config: Config) -> None:
@@ -183,6 +211,7 @@ def submit(config: Config, plan: RunPlan, *, new_code: bool = True) -> Submitted
         return run_here(config, plan, new_code=new_code)
     check_options(config.cluster)
     check_sbatch()
+    check_partition(config, plan)
     run = freeze(config, plan, new_code=new_code)
     with clean_environment():
         executor = make_executor(config, run.submitit, current_code(run.code))

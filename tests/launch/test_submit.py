@@ -14,14 +14,24 @@ from typing import Any
 import pytest
 import yaml
 
+from hpctrain import slurm
 from hpctrain.config.compose import resolve_config
-from hpctrain.config.schema import ClusterConfig, ClusterKind, Config, Device, GpuRequest, ImageDataConfig
-from hpctrain.errors import ClusterError, ConfigError
+from hpctrain.config.schema import (
+    ClusterConfig,
+    ClusterKind,
+    Config,
+    Device,
+    GpuRequest,
+    ImageDataConfig,
+    Precision,
+)
+from hpctrain.errors import ClusterError, ConfigError, PlanError
 from hpctrain.launch import inputs, script, submit
 from hpctrain.launch.snapshot import code_digest, package_root
 from hpctrain.launch.supervise import supervise
 from hpctrain.plan.plan import make_plan
 from hpctrain.run.ledger import Ledger
+from hpctrain.slurm.records import PartitionInfo
 
 
 def make_config(root: Path, **cluster: Any) -> Config:
@@ -343,3 +353,43 @@ def test_a_damaged_description_of_data_is_refused_in_words(tmp_path: Path, text:
     config = Config(data=ImageDataConfig(root=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"train/meta\.json is damaged or of another version"):
         inputs.find_workload(config)
+
+
+def partition(default_s: int | None, max_s: int | None) -> PartitionInfo:
+    return PartitionInfo(
+        name="short", is_default=True, state="UP", nodes="n[0-3]", num_nodes=4, max_time_s=max_s,
+        default_time_s=default_s, grace_time_s=0, preempt_mode="OFF",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("limit_min", "default_s", "max_s", "words"),
+    [
+        (600, None, 3600, r"time_limit_min=600, but partition short allows 60 minutes"),
+        (None, 120, None, r"partition short gives 2 minutes .* come back to the same step for ever"),
+        (None, None, 120, r"partition short gives 2 minutes .* come back to the same step for ever"),
+        (60, 120, 3600, None),
+        (None, None, None, None),
+    ],
+)
+def test_a_partition_that_would_never_run_it_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limit_min: int | None,
+    default_s: int | None,
+    max_s: int | None,
+    words: str | None,
+) -> None:
+    """Slurm queues such jobs: slurm.conf(5), EnforcePartLimits."""
+    monkeypatch.setattr(slurm, "partitions", lambda: [partition(default_s, max_s)])
+    config = make_config(tmp_path, time_limit_min=limit_min, num_nodes=4, signal_lead_s=119)
+    config.optim.global_batch_size, config.optim.precision = 4096, Precision.bf16
+    plan = make_plan(config)
+    assert plan.forecast is not None
+    if words is None:
+        submit.check_partition(config, plan)
+        return
+    with pytest.raises(PlanError, match=words):
+        submit.check_partition(config, plan)
+    config.plan.force = True
+    submit.check_partition(config, plan)
