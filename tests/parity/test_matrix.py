@@ -247,7 +247,8 @@ def test_the_matrix_turns_red(mutation: Callable[[], None], cell: Cell) -> None:
 
 
 def test_the_cells_are_legal_and_all_different() -> None:
-    assert len(set(CELLS)) == len(CELLS) >= 60
-    assert [cell for cell in CELLS if not cell.is_legal()] == []
+    cells = [*CELLS, *LONG_CELLS]
+    assert len(set(cells)) == len(cells) >= 60
+    assert [cell for cell in cells if not cell.is_legal()] == []
     assert {cell.world for cell in CELLS} == {1, 2, 4, 8}
-    assert [f.name for f in dataclasses.fields(Cell) if len({getattr(c, f.name) for c in CELLS}) < 2] == []
+    assert [f.name for f in dataclasses.fields(Cell) if len({getattr(c, f.name) for c in cells}) < 2] == []
