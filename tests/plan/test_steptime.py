@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -232,16 +231,6 @@ def test_the_chosen_layout_of_32b_takes_what_its_page_reckons() -> None:
     wide = predict_32b((4, 1, 1, 8), cut(15, 17, 17, 15))
     assert wide.seconds > 2 * chosen.seconds
     assert max(wide.parts, key=lambda part: wide.parts[part]) == "tp"
-
-
-def test_a_prediction_takes_less_than_a_millisecond() -> None:
-    stages = cut(*SIXTEEN)
-    best = 1.0
-    for _ in range(20):
-        begin = time.perf_counter()
-        predict_32b((16, 1, 1, 2), stages)
-        best = min(best, time.perf_counter() - begin)
-    assert best < 1e-3
 
 
 def test_without_figures_there_is_no_prediction() -> None:

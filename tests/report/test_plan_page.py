@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from argparse import Namespace
 from copy import deepcopy
 from dataclasses import replace
@@ -490,12 +489,8 @@ def test_a_page_that_cannot_be_written_is_refused_in_words(tmp_path: Path) -> No
         write_page(page, tmp_path / "none" / "plan.html")
 
 
-def test_the_page_of_the_headline_run_takes_less_than_three_seconds() -> None:
-    page = finance()
-    begin = time.process_time()
-    text = make_page(page)
-    assert time.process_time() - begin < 3
-    assert len(text) < 1_000_000
+def test_the_page_of_the_headline_run_is_no_more_than_a_megabyte() -> None:
+    assert len(make_page(finance())) < 1_000_000
 
 
 def test_of_a_long_pipeline_every_third_place_is_drawn_over_time_and_all_in_memory() -> None:
