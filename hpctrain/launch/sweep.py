@@ -17,20 +17,16 @@ from hpctrain.run.directory import RunDirectory, write_json
 Point = tuple[str, list[str], Config]  # label, overrides, config
 
 
-def submit_sweep(points: list[Point]) -> str:
-    """Send every point that is not done as an element of one array; returns what to tell the user.
-
-    The sweep's folder is `<run_root>/<name>.sweep`, a point's folder is its label inside it, and
-    `sweep.json` lists them. All points are checked before any is sent. Raises HpctrainError.
-    """
-    first = points[0][2]
+def check_alike(configs: list[Config]) -> None:
+    """Refuse points that cannot be elements of one array. Raises ConfigError."""
+    first = configs[0]
     if first.cluster.kind is not ClusterKind.slurm:
         raise ConfigError(
             "a sweep goes to Slurm as one job array",
             f"cluster.kind={first.cluster.kind.name}",
             "choose a Slurm cluster, or start the points one by one",
         )
-    if any(config.cluster != first.cluster for _, _, config in points):
+    if any(config.cluster != first.cluster for config in configs):
         raise ConfigError(
             "the sweep varies cluster.*", "elements of one array share their resources", "sweep other keys"
         )
@@ -40,6 +36,16 @@ def submit_sweep(points: list[Point]) -> str:
             "elements of one array have the same nodes",
             "cluster.num_nodes=N; `hpctrain plan` of one point says how many",
         )
+
+
+def submit_sweep(points: list[Point]) -> str:
+    """Send every point that is not done as an element of one array; returns what to tell the user.
+
+    The sweep's folder is `<run_root>/<name>.sweep`, a point's folder is its label inside it, and
+    `sweep.json` lists them. All points are checked before any is sent. Raises HpctrainError.
+    """
+    first = points[0][2]
+    check_alike([config for _, _, config in points])
     script.check_options(first.cluster)
     script.check_sbatch()
     root = Path(first.run_root) / f"{first.name}.sweep"
@@ -47,13 +53,13 @@ def submit_sweep(points: list[Point]) -> str:
     for point in points:
         label, _, config = point
         config.run_root, config.name = str(root), label
-        plan = submit.checked_plan(config)
-        run = submit.run_directory(config)
+        if submit.done_already(config):
+            continue
+        plan, run = submit.checked_plan(config), submit.run_directory(config)
         submit.check_identity(run, config)
         submit.check_not_live(run)
         submit.check_not_stopped(run)
-        if not run.done.exists():
-            todo.append((config, plan, run))
+        todo.append((config, plan, run))
     if not todo:
         return f"sweep {root.name}: all {len(points)} points are done ({root})"
     for config, plan, _ in todo:
