@@ -201,9 +201,10 @@ def plan(point: Composed, flags: argparse.Namespace) -> int:
 
 def selftest(config: Config, as_json: bool) -> int:
     from hpctrain.launch import selftest
+    from hpctrain.run.directory import free_name
 
     if config.name == "selftest":  # as its experiment is called: no name was given
-        config.name = selftest.free_name(config.run_root)
+        config.name = free_name(config.run_root, "selftest")
     return selftest.selftest(config, as_json=as_json)
 
 

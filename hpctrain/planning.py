@@ -15,10 +15,11 @@ from hpctrain.config.schema import ClusterKind, Config, VisionConfig
 from hpctrain.errors import ConfigError, PlanError
 from hpctrain.launch.inputs import check_model, data_lines, find_workload
 from hpctrain.launch.submit import checked_plan, planned
+from hpctrain.plan.durations import deadline_s
 from hpctrain.plan.hardware import hardware_of
 from hpctrain.plan.plan import RunPlan
-from hpctrain.plan.search import Found, search
-from hpctrain.plan.sizing import Size, deadline_s, fewest_nodes, make_size, make_sizes, sizes_up_to
+from hpctrain.plan.search import Found
+from hpctrain.plan.sizing import Size, fewest_nodes, find_layouts, make_size, make_sizes, sizes_up_to
 from hpctrain.plan.supply import Workload
 from hpctrain.report.plan_tables import comparison_table, layout_table, print_tables, size_table
 from hpctrain.run.exhausted import find_out_of_memory
@@ -99,13 +100,8 @@ def _write_refused(
 def _look(config: Config) -> Found | None:
     if config.cluster.num_nodes < 1 or not _has_figures(config):
         return None
-    workload = find_workload(config)
-    found = search(
-        config,
-        hardware_of(config.cluster),
-        frozenset(find_out_of_memory(Path(config.run_root))),
-        workload.num_identities if workload else None,
-    )
+    exhausted = frozenset(find_out_of_memory(Path(config.run_root)))
+    found = find_layouts(config, find_workload(config), exhausted)
     return found if found.num_tried > 1 else None
 
 

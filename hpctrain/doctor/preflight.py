@@ -23,12 +23,12 @@ from hpctrain.config.load import load_config, save_config
 from hpctrain.config.schema import ClusterKind, Config, Device, GpuRequest
 from hpctrain.doctor import verdict
 from hpctrain.doctor.probe import answer_path, check
-from hpctrain.errors import RunError
+from hpctrain.errors import ClusterError, RunError
 from hpctrain.launch import submit
 from hpctrain.launch.environment import allocation, node_name
 from hpctrain.launch.ranks import gpu_option
-from hpctrain.launch.script import check_options, check_sbatch, clean_environment, make_executor, refused
-from hpctrain.launch.snapshot import current_code, freeze_code, package_root
+from hpctrain.launch.script import check_options, check_sbatch, last_words, send_function
+from hpctrain.launch.snapshot import package_root
 from hpctrain.run.directory import write_json
 
 Report = dict[str, Any]
@@ -104,14 +104,11 @@ def run_as_job(config: Config, folder: Path) -> Report:
     limit = config.cluster.time_limit_min or TIME_LIMIT_MIN
     job_config.cluster.time_limit_min = min(limit, TIME_LIMIT_MIN)
     save_config(job_config, folder / "config.yaml")
-    freeze_code(folder / "code")
-    with clean_environment():
-        executor = make_executor(job_config, folder / "submitit", current_code(folder / "code"))
-        try:
-            job = str(executor.submit(carry_out, str(folder)).job_id)
-        except Exception as error:  # submitit raises its own and subprocess's errors
-            shutil.rmtree(folder)
-            raise refused(error) from error
+    try:
+        job = send_function(job_config, folder, carry_out)
+    except ClusterError:
+        shutil.rmtree(folder)
+        raise
     print(
         f"job {job} checks {config.cluster.num_nodes} nodes; answers in {folder}", file=sys.stderr, flush=True
     )
@@ -141,9 +138,8 @@ def wait(job: str, folder: Path) -> None:
                 time.sleep(0 if (folder / "preflight.json").exists() else NFS_S)
                 if (folder / "preflight.json").exists():
                     return
-                logs = sorted((folder / "submitit").glob("*.out"))
-                said = logs[-1].read_text(errors="replace").strip()[-1500:] if logs else "it left no log"
-                raise RunError("preflight: the job ended without a verdict", f"{text}\n{said}")
+                words = last_words(folder)
+                raise RunError("preflight: the job ended without a verdict", f"{text}\n{words}")
             if text != told:
                 print(text, file=sys.stderr, flush=True)
                 told = text

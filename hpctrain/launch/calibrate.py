@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import sys
-import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from hpctrain import slurm
 from hpctrain.config.hardware import Hardware, find_hardware, known_hardware, save_hardware
 from hpctrain.config.schema import Config, Device, Precision
 from hpctrain.errors import ConfigError, RunError
+from hpctrain.launch.script import wait_for_job
 from hpctrain.launch.submit import submit
 from hpctrain.plan.calibration import Calibration, figures_of
 from hpctrain.plan.plan import make_plan
-from hpctrain.run.directory import RunDirectory
+from hpctrain.run.directory import RunDirectory, free_name
 
 LOOK_S = 3.0  # between two looks at a job that is waited for
 
@@ -68,7 +65,7 @@ def calibrate(config: Config, name: str | None, as_json: bool) -> int:
 def carry_out(config: Config) -> tuple[RunDirectory, str | None]:
     """Send the run and wait for its end; without Slurm measure here. Returns its folder and its job."""
     if config.name == "calibrate":  # as its experiment is called: no name was given
-        config.name = free_name(config.run_root)
+        config.name = free_name(config.run_root, "calibrate")
     cluster = config.cluster
     if cluster.device is Device.cuda and config.optim.precision is Precision.fp32:
         _say("hpctrain: products are measured in fp32; optim.precision=bf16 for runs that train in bf16")
@@ -78,7 +75,7 @@ def carry_out(config: Config) -> tuple[RunDirectory, str | None]:
     if sent.job is not None:
         _say(sent.text())
         try:
-            wait(sent.job)
+            wait_for_job(sent.job, LOOK_S)
         except KeyboardInterrupt:
             again = f"`hpctrain calibrate name={sent.run.name}` with the same options"
             _say(f"hpctrain: job {sent.job} goes on; when it is over, {again} writes its figures")
@@ -90,26 +87,6 @@ def carry_out(config: Config) -> tuple[RunDirectory, str | None]:
             f"hpctrain logs {sent.run.path}",
         )
     return sent.run, sent.job
-
-
-def free_name(run_root: str) -> str:
-    """`calibrate-1`, or the next one that is not there."""
-    names = (f"calibrate-{number}" for number in itertools.count(1))
-    return next(name for name in names if not (Path(run_root) / name).exists())
-
-
-def wait(job: str) -> None:
-    """Return when the job is over, and say meanwhile how it stands."""
-    told = ""
-    while True:
-        found = slurm.job(job)
-        state = found.state if found else "is over"
-        if state != told:
-            _say(f"job {job} {state}")
-            told = state
-        if found is None or state in slurm.TERMINAL_STATES:
-            return
-        time.sleep(LOOK_S)
 
 
 def _say(line: str) -> None:

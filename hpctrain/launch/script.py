@@ -7,15 +7,18 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hpctrain import slurm
 from hpctrain.config.schema import ClusterConfig, Config
 from hpctrain.errors import ClusterError, ConfigError
 from hpctrain.launch.environment import scrubbed
 from hpctrain.launch.ranks import gpu_option
+from hpctrain.launch.snapshot import current_code, freeze_code
 
 # Options that have a key of their own, and those that the stop contract rests on.
 PROTECTED = {
@@ -162,3 +165,35 @@ def refused(error: Exception) -> ClusterError:
     if re.search("contact slurm|configless|DNS SRV|Could not establish a configuration", text):
         change = "submit on a login node with its SLURM_CONF; cluster=local, or `make sandbox`, needs none"
     return ClusterError("Slurm refused the job", text, change)
+
+
+def send_function(config: Config, folder: Path, function: Callable[[str], None]) -> str:
+    """Send `function(folder)` as a job of its own, which runs the present code; returns the job. Raises
+    ClusterError when Slurm refuses it."""
+    freeze_code(folder / "code")
+    with clean_environment():
+        executor = make_executor(config, folder / "submitit", current_code(folder / "code"))
+        try:
+            return str(executor.submit(function, str(folder)).job_id)
+        except Exception as error:  # submitit raises its own and subprocess's errors
+            raise refused(error) from error
+
+
+def last_words(folder: Path) -> str:
+    """The end of what the job of `send_function` printed."""
+    logs = sorted((folder / "submitit").glob("*.out"))
+    return logs[-1].read_text(errors="replace").strip()[-1500:] if logs else "it left no log"
+
+
+def wait_for_job(job: str, look_s: float, progress: Callable[[], str] = lambda: "") -> None:
+    """Return when the job is over; meanwhile say on stderr how it stands, and what `progress` adds."""
+    told = ""
+    while True:
+        found = slurm.job(job)
+        text = f"job {job} {found.state if found else 'is over'}{progress()}"
+        if text != told:
+            print(text, file=sys.stderr, flush=True)
+            told = text
+        if found is None or found.state in slurm.TERMINAL_STATES:
+            return
+        time.sleep(look_s)

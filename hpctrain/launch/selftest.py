@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
 
 from hpctrain import slurm
 from hpctrain.config.schema import ClusterKind, Config
 from hpctrain.errors import RunError
+from hpctrain.launch.script import wait_for_job
 from hpctrain.launch.submit import checked_plan, run_directory, submit
 from hpctrain.run.causes import CauseKind
 from hpctrain.run.directory import RunDirectory
@@ -31,19 +28,13 @@ def selftest(config: Config, *, as_json: bool) -> int:
     if not run.done.exists() and not (job and slurm.is_alive(job)):
         job = send(config)
     if job is not None:
-        wait(run, job, say=lambda text: print(text, file=sys.stderr, flush=True))
+        wait_for_job(job, LOOK_S, lambda: progress(run))
     ledger = Ledger(run.ledger)
     if as_json:
         print(json.dumps({"run": str(run.path), "job": job, **table.facts(ledger)}))
     else:
         print(f"{table.text(ledger)}\n  logs and traces of it are in {run.path}")
     return 0 if table.is_passed(table.read_rows(ledger)) else 1
-
-
-def free_name(run_root: str) -> str:
-    """`selftest-1`, or the next one that is not there: a cluster changes, and is checked anew."""
-    names = (f"selftest-{number}" for number in itertools.count(1))
-    return next(name for name in names if not (Path(run_root) / name).exists())
 
 
 def send(config: Config) -> str | None:
@@ -72,18 +63,6 @@ def was_preempted(run: RunDirectory) -> bool:
     return is_own and last.end is not None and last.end["cause"] == CauseKind.preemption
 
 
-def wait(run: RunDirectory, job: str, say: Callable[[str], None]) -> None:
-    """Return when the job is over, and say meanwhile how it goes."""
-    told = ""
-    while True:
-        found = slurm.job(job)
-        is_over = found is None or found.state in slurm.TERMINAL_STATES
-        rows = table.read_rows(Ledger(run.ledger))
-        checked = sum(row.error is not None for row in rows)
-        text = f"job {job} {found.state if found else 'is over'}, {checked} of {len(rows)} checks done"
-        if text != told:
-            say(text)
-            told = text
-        if is_over:
-            return
-        time.sleep(LOOK_S)
+def progress(run: RunDirectory) -> str:
+    rows = table.read_rows(Ledger(run.ledger))
+    return f", {sum(row.error is not None for row in rows)} of {len(rows)} checks done"

@@ -106,12 +106,11 @@ def check_partition(config: Config, plan: RunPlan) -> None:
     """Refuse a time limit that the partition does not allow, and a partition whose own limit is too short to
     get on: Slurm takes both jobs, and lets the first wait for ever. Raises PlanError."""
     cluster = config.cluster
-    found = []
+    partition = None
     with suppress(ClusterError):  # sbatch will say what is wrong
-        found = [each for each in slurm.partitions() if each.name == cluster.partition or each.is_default]
-    partition = next((each for each in found if each.name == cluster.partition), None)
-    if cluster.partition is None:
-        partition = next(iter(found), None)
+        name = cluster.partition
+        wanted = (each for each in slurm.partitions() if (each.name == name if name else each.is_default))
+        partition = next(wanted, None)
     if partition is None or config.plan.force:
         return
     limit_min, most_s = cluster.time_limit_min, partition.max_time_s
@@ -124,8 +123,10 @@ def check_partition(config: Config, plan: RunPlan) -> None:
     own_s = partition.default_time_s or most_s
     if limit_min is None and own_s is not None:
         limited = replace(config, deadline=None, cluster=replace(cluster, time_limit_min=own_s // 60))
-        for finding in time_findings(limited, plan.forecast):
-            raise PlanError(f"partition {partition.name} gives {own_s // 60} minutes unless asked: {finding}")
+        if found := time_findings(limited, plan.forecast):
+            raise PlanError(
+                f"partition {partition.name} gives {own_s // 60} minutes unless asked: {found[0]}"
+            )
 
 
 def check_identity(run: RunDirectory, config: Config) -> None:

@@ -21,11 +21,10 @@ from hpctrain import slurm
 from hpctrain.config.load import save_config
 from hpctrain.config.schema import Config, Device, GpuRequest, VisionConfig
 from hpctrain.errors import ConfigError, RunError
-from hpctrain.launch.inputs import find_workload
-from hpctrain.launch.script import check_options, check_sbatch, clean_environment, make_executor, refused
-from hpctrain.launch.snapshot import current_code, freeze_code, package_root
+from hpctrain.launch.script import check_options, check_sbatch, last_words, send_function
+from hpctrain.launch.snapshot import package_root
 from hpctrain.plan.backbones import BackboneCosts, cache_path, read_costs, write_costs
-from hpctrain.plan.fit import fit, known_identities
+from hpctrain.plan.fit import fit
 from hpctrain.plan.memory import GIB, RankMemory, fullest
 from hpctrain.plan.plan import RunPlan
 
@@ -70,11 +69,8 @@ def places_of(plan: RunPlan) -> list[int]:
 
 def write_inputs(config: Config, plan: RunPlan, folder: Path) -> None:
     """What the processes that trace read."""
-    workload = find_workload(config)
-    identities = known_identities(config, workload.num_identities if workload else None)
     save_config(config, folder / "config.yaml")
     (folder / "plan.json").write_text(plan.to_json())
-    (folder / "identities.json").write_text(json.dumps(identities))
 
 
 def carry_out(folder: str) -> None:
@@ -104,9 +100,7 @@ def read_results(plan: RunPlan, folder: Path) -> list[Result]:
     for place in places_of(plan):
         path = folder / f"place_{place}.json"
         if not path.exists():
-            logs = sorted((folder / "submitit").glob("*.out"))
-            said = logs[-1].read_text(errors="replace").strip()[-1500:] if logs else "it left no log"
-            raise RunError(f"trace place {place} of the pipeline", f"it left no result: {said}")
+            raise RunError(f"trace place {place} of the pipeline", f"it left no result: {last_words(folder)}")
         result: Result = json.loads(path.read_text())
         if "error" in result:
             raise ConfigError(*result["error"])
@@ -131,13 +125,7 @@ def run_as_job(config: Config, folder: Path) -> None:
         gpu_request=GpuRequest.none,
         exclusive=False,
     )
-    freeze_code(folder / "code")
-    with clean_environment():
-        executor = make_executor(job_config, folder / "submitit", current_code(folder / "code"))
-        try:
-            job = str(executor.submit(carry_out, str(folder)).job_id)
-        except Exception as error:  # submitit raises its own and subprocess's errors
-            raise refused(error) from error
+    job = send_function(job_config, folder, carry_out)
     print(f"job {job} traces", file=sys.stderr, flush=True)
     try:
         while slurm.is_alive(job):
@@ -156,8 +144,7 @@ def keep_costs(config: Config, plan: RunPlan, results: list[Result]) -> tuple[Ra
     table.setdefault(model.backbone.partition(".")[0], {})[height, width] = BackboneCosts(**measured)
     write_costs(cache_path(), table)
     print(f"{model.backbone} at {height}×{width}: measured, kept in {cache_path()}", file=sys.stderr)
-    workload = find_workload(config)
-    return fit(config, plan.layout, plan.batch, workload.num_identities if workload else None).memory
+    return fit(config, plan.layout, plan.batch, plan.num_identities).memory
 
 
 def make_row(plan: RunPlan, memory: tuple[RankMemory, ...], result: Result) -> dict[str, Any]:

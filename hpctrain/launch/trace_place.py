@@ -2,12 +2,11 @@
 
     python -m hpctrain.launch.trace_place FOLDER PLACE
 
-FOLDER holds config.yaml, plan.json and identities.json; place_<PLACE>.json is written there.
+FOLDER holds config.yaml and plan.json; place_<PLACE>.json is written there.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import asdict
@@ -30,11 +29,10 @@ def trace_place(folder: Path, place: int) -> dict[str, Any]:
     """What a step does at a place, and the costs of the backbone if no plan knew them. Raises ConfigError."""
     config = load_config(folder / "config.yaml")
     plan = RunPlan.from_json((folder / "plan.json").read_text())
-    identities = json.loads((folder / "identities.json").read_text())
     begun, costs = time.monotonic(), None
     if isinstance(config.model, VisionConfig) and backbone_costs(config.model) is None:
         costs = asdict(measure_backbone(config.model))
-    traced = trace_step(config, plan, place, identities)
+    traced = trace_step(config, plan, place, plan.num_identities)
     return {
         "place": place,
         "peak_bytes": traced.peak_bytes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from hpctrain.config.schema import Config
 from hpctrain.plan.uncertainty import Interval
 
 DAY_S = 86_400.0
@@ -15,6 +16,11 @@ def parse_duration_s(text: str) -> float | None:
         return None
     units = {"d": DAY_S, "h": 3600.0, "m": 60.0}
     return sum(float(number) * units[unit] for number, unit in re.findall(r"([\d.]+)([dhm])", text))
+
+
+def deadline_s(config: Config) -> float | None:
+    """The deadline of a run; None where it has none, or one that cannot be read."""
+    return parse_duration_s(config.deadline) if config.deadline else None
 
 
 def duration_text(seconds: float) -> str:

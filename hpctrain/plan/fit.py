@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from operator import add
 
-from hpctrain.config.schema import Config, DecoderConfig, ImageDataConfig, VisionConfig
+from hpctrain.config.schema import Config, DecoderConfig, VisionConfig
 from hpctrain.plan.batch import BatchPlan
 from hpctrain.plan.decoder_memory import MemoryModel, make_memory_model
 from hpctrain.plan.hardware import hardware_of
@@ -30,14 +30,13 @@ def fit(config: Config, layout: Layout, batch: BatchPlan, num_identities: int | 
     """Stages and memory of a run that is legal.
 
     Args:
-        num_identities: of the training images; None where nobody knows.
+        num_identities: of the training images (`known_identities`); None where nobody knows.
     """
     if isinstance(config.model, DecoderConfig):
         stages, memory, findings = fit_stages(config, config.model, layout, batch)
         return Fitted(stages=stages, memory=memory, findings=findings)
     if not isinstance(config.model, VisionConfig):
         return Fitted()
-    num_identities = known_identities(config, num_identities)
     memory, findings = fit_replicated(config, config.model, layout, batch, num_identities)
     note = (
         "without the identities' head: the images are not packed yet, and plan.num_identities is null"
@@ -47,12 +46,6 @@ def fit(config: Config, layout: Layout, batch: BatchPlan, num_identities: int | 
     if not memory:
         note = f"nobody has measured {config.model.backbone} at this size: hpctrain plan --trace does"
     return Fitted(memory=memory, findings=findings, note=note)
-
-
-def known_identities(config: Config, counted: int | None) -> int | None:
-    """Identities of the training images: as counted, or as many as the run will draw."""
-    drawn = config.data.synthetic_identities if isinstance(config.data, ImageDataConfig) else 0
-    return counted if counted is not None else drawn or None
 
 
 def fit_stages(

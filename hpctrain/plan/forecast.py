@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpctrain.config.hardware import Hardware
@@ -10,7 +10,7 @@ from hpctrain.config.schema import Config, DecoderConfig, OptimizerKind, TokenDa
 from hpctrain.plan.backbones import backbone_costs
 from hpctrain.plan.batch import BatchPlan
 from hpctrain.plan.costs import trainable_parameters
-from hpctrain.plan.durations import DAY_S, parse_duration_s
+from hpctrain.plan.durations import DAY_S, deadline_s
 from hpctrain.plan.hardware import none_where_unknown
 from hpctrain.plan.layout import Layout
 from hpctrain.plan.stages import Stages
@@ -69,9 +69,6 @@ class Forecast:
         fields["supply"] = Supply(**fields["supply"]) if fields["supply"] is not None else None
         return cls(**fields)
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @none_where_unknown
 def make_forecast(
@@ -117,7 +114,7 @@ def make_forecast(
         total_s=total,
         one_device_s=_one_device_s(config, batch, hardware, num_steps, workload),
         is_assumed=workload is not None and not workload.is_packed,
-        deadline_s=parse_duration_s(config.deadline) if config.deadline else None,
+        deadline_s=deadline_s(config),
         days=hours.scaled(1 / told.hours_per_day) if hours else None,
         cost=hours.scaled(price * layout.world_size) if hours and price is not None else None,
         currency=told.currency,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpctrain.config.schema import ClusterKind, Config
-from hpctrain.plan.durations import duration_text, parse_duration_s, span_text
+from hpctrain.plan.durations import deadline_s, duration_text, span_text
 from hpctrain.plan.forecast import Forecast
 
 SMALL_SHARE = 0.01  # of a step, below which a cause is not told
@@ -12,7 +12,7 @@ SMALL_SHARE = 0.01  # of a step, below which a cause is not told
 def time_findings(config: Config, forecast: Forecast | None) -> list[str]:
     """Why a run would not be done in time, or not get on between two time limits."""
     found = []
-    wanted = parse_duration_s(config.deadline) if config.deadline else None
+    wanted = deadline_s(config)
     if config.deadline and forecast is not None and forecast.total_s is None:
         found.append(
             f"deadline={config.deadline}: nobody knows how long the run is; data.root of packed data, "

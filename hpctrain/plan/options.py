@@ -34,9 +34,11 @@ class Option:
     batch: BatchPlan
     step: StepTime
     memory_gib: float | None  #: of the fullest rank; None where it is not known
-    place: int = 0  #: of the fullest rank in the pipeline
-    fits: bool = True
     refusal: str = ""  #: why it cannot be taken
+
+    @property
+    def fits(self) -> bool:
+        return not self.refusal
 
     def name(self) -> str:
         return axes_text(self.layout)

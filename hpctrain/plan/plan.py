@@ -12,7 +12,7 @@ from hpctrain.errors import PlanError
 from hpctrain.plan.backbones import backbone_costs
 from hpctrain.plan.batch import BatchPlan, resolve_batch
 from hpctrain.plan.decoder_legality import batch_findings, can_be_cut
-from hpctrain.plan.fit import fit, known_identities
+from hpctrain.plan.fit import fit
 from hpctrain.plan.forecast import Forecast, make_forecast
 from hpctrain.plan.forecast_text import forecast_lines, time_findings
 from hpctrain.plan.hardware import hardware_of, peak_tflops
@@ -22,7 +22,7 @@ from hpctrain.plan.memory import GIB, RankMemory, fullest
 from hpctrain.plan.placement import placement_findings, placement_notes
 from hpctrain.plan.points import memory_point
 from hpctrain.plan.stages import Stages, stage_findings
-from hpctrain.plan.supply import Workload
+from hpctrain.plan.supply import Workload, known_identities
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,18 +135,13 @@ def make_plan(
     if findings:
         raise _refusal(findings)
     assert layout is not None and batch is not None
-    num_identities = known_identities(config, workload.num_identities if workload else None)
+    num_identities = known_identities(config.data, workload.num_identities if workload else None)
     fitted = fit(config, layout, batch, num_identities)
     stages, doubts = fitted.stages, fitted.findings
     hardware, point = hardware_of(cluster), memory_point(config, layout, batch, num_identities)
     forecast = make_forecast(config, layout, batch, stages, hardware, workload, done_steps)
     if exhausted and point in exhausted:
-        decoder = " parallelism.checkpointing=full," if isinstance(model, DecoderConfig) else ""
-        doubts.append(
-            f"memory ran out with this model, layout and microbatch before, in run {exhausted[point]}; a "
-            f"smaller parallelism.microbatch_size,{decoder} or more ranks; to try it again, remove its line "
-            f"from out_of_memory.jsonl in {config.run_root}"
-        )
+        doubts.append(_exhausted_finding(config, exhausted[point]))
     doubts += time_findings(config, forecast)
     if doubts and not config.plan.force:
         raise _refusal([*doubts, "plan.force=true submits it all the same"])
@@ -167,6 +162,15 @@ def make_plan(
         time_note="" if forecast else _time_note(config),
         point=point,
         warnings=tuple(doubts),
+    )
+
+
+def _exhausted_finding(config: Config, run: str) -> str:
+    decoder = " parallelism.checkpointing=full," if isinstance(config.model, DecoderConfig) else ""
+    return (
+        f"memory ran out with this model, layout and microbatch before, in run {run}; a "
+        f"smaller parallelism.microbatch_size,{decoder} or more ranks; to try it again, remove its line "
+        f"from out_of_memory.jsonl in {config.run_root}"
     )
 
 

@@ -18,12 +18,13 @@ from hpctrain.config.schema import (
     VisionConfig,
 )
 from hpctrain.plan.decoder_memory import MemoryModel, make_memory_model
-from hpctrain.plan.fit import host_findings, known_identities
+from hpctrain.plan.fit import host_findings
 from hpctrain.plan.memory import GIB, RankMemory
 from hpctrain.plan.options import Option, all_options, balanced_stages
 from hpctrain.plan.points import memory_point
 from hpctrain.plan.stages import Stages, block_worth, split_layers
 from hpctrain.plan.steptime import StepTime
+from hpctrain.plan.supply import known_identities
 from hpctrain.plan.vision_memory import replicated_memory
 
 NEAR = 1.4  # a cut that needs this much too much may fit when it is cut by memory
@@ -74,7 +75,7 @@ def search(
         num_identities: of training images, where there are any.
         refused: points (`memory_point`) at which memory ran out before.
     """
-    limits = _Limits(hardware.get("usable_gib"), refused, known_identities(config, num_identities))
+    limits = _Limits(hardware.get("usable_gib"), refused, known_identities(config.data, num_identities))
     rows: dict[tuple[int, int, int, int], list[Option]] = {}
     num_tried = 0
     for offload in (False, True):
@@ -140,21 +141,19 @@ def _judge(config: Config, option: Option, limits: _Limits, *, by_memory: bool) 
     given = replace(config, parallelism=option.parallelism)
     point = limits.refused and memory_point(given, option.layout, option.batch, limits.num_identities)
     if point in limits.refused:
-        return replace(option, fits=False, refusal="memory ran out with it before")
+        return replace(option, refusal="memory ran out with it before")
     found = _fullest(given, option, limits, by_memory)
     if found is None:
         return option
     place, memory = found
     needed = memory.total / GIB
-    judged = replace(option, memory_gib=needed, place=place)
+    judged = replace(option, memory_gib=needed)
     usable_gib = limits.usable_gib
     if usable_gib is None or needed <= usable_gib:
         findings = host_findings(given, (memory,))
-        return replace(judged, fits=False, refusal=findings[0]) if findings else judged
+        return replace(judged, refusal=findings[0]) if findings else judged
     where = f" at pp={place}" if option.layout.pp > 1 else ""
-    return replace(
-        judged, fits=False, refusal=f"needs {needed:.1f} of {usable_gib} GiB{where}: {memory.text()}"
-    )
+    return replace(judged, refusal=f"needs {needed:.1f} of {usable_gib} GiB{where}: {memory.text()}")
 
 
 def _fullest(

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpctrain.config.schema import Config, VisionConfig
 from hpctrain.errors import ConfigError, PlanError
-from hpctrain.plan.durations import duration_text, parse_duration_s
+from hpctrain.plan.durations import deadline_s, duration_text
 from hpctrain.plan.forecast import Forecast
 from hpctrain.plan.hardware import hardware_of
 from hpctrain.plan.layout import axes_text
@@ -36,10 +36,6 @@ class Size:
     def to_dict(self) -> dict[str, Any]:
         plan = json.loads(self.plan.to_json()) if self.plan else None
         return {"num_nodes": self.num_nodes, "refusal": self.refusal, "plan": plan}
-
-
-def deadline_s(config: Config) -> float | None:
-    return parse_duration_s(config.deadline) if config.deadline else None
 
 
 def make_sizes(config: Config, workload: Workload | None, nodes: list[int]) -> list[Size]:
@@ -123,13 +119,14 @@ def _choose_microbatch(config: Config, workload: Workload | None, refused: froze
     if plan is not None and plan.point not in refused:
         return config
     try:
-        best = _search(config, workload, refused).best
+        best = find_layouts(config, workload, refused).best
     except ConfigError:  # no such hardware: the plan will say so
         return config
     return replace(config, parallelism=best.parallelism) if best else config
 
 
-def _search(config: Config, workload: Workload | None, refused: frozenset[str]) -> Found:
+def find_layouts(config: Config, workload: Workload | None, refused: frozenset[str]) -> Found:
+    """Search the layouts of the config's own cluster. Raises ConfigError."""
     num_identities = workload.num_identities if workload else None
     return search(config, hardware_of(config.cluster), refused, num_identities)
 
@@ -144,7 +141,7 @@ def choose_layout(
     """
     if not config.parallelism.auto:
         return _choose_microbatch(config, workload, refused)
-    found = _search(config, workload, refused)
+    found = find_layouts(config, workload, refused)
     if not found.num_tried:
         raise PlanError(
             f"parallelism.auto=true: no time can be predicted on {config.cluster.num_nodes} nodes; "

@@ -22,6 +22,12 @@ class Workload:
     is_packed: bool = True  #: counted in packed data, and not only assumed by `plan.num_samples`
 
 
+def known_identities(data: DataConfig, counted: int | None) -> int | None:
+    """Identities of the training images: as counted, or as many as the run will draw."""
+    drawn = data.synthetic_identities if isinstance(data, ImageDataConfig) else 0
+    return counted if counted is not None else drawn or None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supply:
     """Samples a second of all nodes together; None where nothing limits or nothing is known."""

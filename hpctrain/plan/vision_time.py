@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 
 from hpctrain.config.hardware import Hardware
-from hpctrain.config.schema import Config, GradientCompression, ImageDataConfig, VisionConfig
+from hpctrain.config.schema import Config, GradientCompression, VisionConfig
 from hpctrain.plan.backbones import backbone_costs
 from hpctrain.plan.batch import BatchPlan
 from hpctrain.plan.collectives import all_gather_s, all_reduce_s, axis_group, reduce_scatter_s
 from hpctrain.plan.compute import update_bytes
 from hpctrain.plan.layout import Layout
+from hpctrain.plan.supply import known_identities
 
 FP32 = 4  # bytes
 OPERATORS = 1000  # that forward and backward of a backbone start, about
@@ -38,7 +39,7 @@ def vision_parts(
     flops = 3.0 * costs.forward_flops * images
     launch_s = OPERATORS * (hardware.get("launch_us") or 0.0) * 1e-6
     backbone = max(flops / (peak_flops * efficiency), launch_s)
-    centres = (num_identities or _drawn_identities(config)) * model.embedding_dim
+    centres = (known_identities(config.data, num_identities) or 0) * model.embedding_dim
     own_centres = centres / layout.dp if model.class_parallel else centres
     head = _identities_s(model, layout, images, own_centres, hardware)
     parts = {"compute": batch.num_microbatches * (backbone + head)}
@@ -49,10 +50,6 @@ def vision_parts(
     moved = update_bytes(config.optim, costs.parameters + own_centres)
     parts["optimizer"] = moved / (hardware["memory_gbps"] * 1e9)
     return parts
-
-
-def _drawn_identities(config: Config) -> int:
-    return config.data.synthetic_identities if isinstance(config.data, ImageDataConfig) else 0
 
 
 def _identities_s(

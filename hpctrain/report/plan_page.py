@@ -10,14 +10,14 @@ from xml.etree import ElementTree as ET
 from hpctrain.config.compose import WITHOUT_DATA
 from hpctrain.config.schema import Config, DecoderConfig, VisionConfig
 from hpctrain.errors import ConfigError
-from hpctrain.plan.durations import duration_text, range_text
+from hpctrain.plan.durations import deadline_s, duration_text, range_text
 from hpctrain.plan.forecast import Forecast
 from hpctrain.plan.hardware import hardware_of
 from hpctrain.plan.layout import axes_text
 from hpctrain.plan.memory import GIB, fullest
 from hpctrain.plan.plan import RunPlan
 from hpctrain.plan.search import Found
-from hpctrain.plan.sizing import Size, deadline_s
+from hpctrain.plan.sizing import Size
 from hpctrain.report.markup import Child, tag, to_page
 from hpctrain.report.plan_page_tables import figure_section, layout_section, size_section
 from hpctrain.report.plan_pictures import comparison_section, memory_section, supply_section

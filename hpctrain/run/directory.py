@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import threading
@@ -164,6 +165,12 @@ def find_run(text: str, run_root: str = "runs") -> RunDirectory:
         f"runs here: {', '.join(known) or 'none'}",
         "give the run's folder or its name under runs/",
     )
+
+
+def free_name(run_root: str, stem: str) -> str:
+    """`<stem>-1`, or the next one that is not there."""
+    names = (f"{stem}-{number}" for number in itertools.count(1))
+    return next(name for name in names if not (Path(run_root) / name).exists())
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -135,7 +135,7 @@ def test_who_stops_waiting_is_told_how_to_pick_the_result_up(
     monkeypatch.setattr(
         verb, "submit", lambda *_: Submitted(RunDirectory(home / "runs/calibrate-1"), "7", "")
     )
-    monkeypatch.setattr(verb.slurm, "job", press)
+    monkeypatch.setattr("hpctrain.slurm.job", press)
     with pytest.raises(KeyboardInterrupt):
         verb.calibrate(make_config(), None, as_json=False)
     assert re.search("job 7 goes on.*`hpctrain calibrate name=calibrate-1`", capsys.readouterr().err)

@@ -12,10 +12,10 @@ from hpctrain.config.hardware import find_hardware
 from hpctrain.config.schema import Config, ImageDataConfig
 from hpctrain.errors import PlanError
 from hpctrain.launch.inputs import find_workload
-from hpctrain.plan.durations import DAY_S, duration_text, parse_duration_s, span_text
+from hpctrain.plan.durations import DAY_S, deadline_s, duration_text, parse_duration_s, span_text
 from hpctrain.plan.forecast import checkpoint_bytes, save_s, total_s
 from hpctrain.plan.plan import RunPlan, make_plan
-from hpctrain.plan.sizing import choose, deadline_s, fewest_nodes, make_sizes
+from hpctrain.plan.sizing import choose, fewest_nodes, make_sizes
 from hpctrain.plan.uncertainty import Interval
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.launch.selftest import free_name, was_preempted
-from hpctrain.run.directory import RunDirectory
+from hpctrain.launch.selftest import was_preempted
+from hpctrain.run.directory import RunDirectory, free_name
 from hpctrain.run.ledger import Ledger
 from hpctrain.selftest.table import PREEMPTED, Row, facts, is_passed, read_rows, text
 
@@ -82,9 +82,9 @@ def test_a_failed_row_shows_its_error_below_it() -> None:
 
 
 def test_every_call_makes_a_run_of_its_own(tmp_path: Path) -> None:
-    assert free_name(str(tmp_path)) == "selftest-1"
+    assert free_name(str(tmp_path), "selftest") == "selftest-1"
     (tmp_path / "selftest-1").mkdir()
-    assert free_name(str(tmp_path)) == "selftest-2"
+    assert free_name(str(tmp_path), "selftest") == "selftest-2"
 
 
 @pytest.mark.parametrize(
